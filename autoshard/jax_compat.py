@@ -1,0 +1,150 @@
+"""Every use of JAX's private modules and every switch over JAX versions (0.10 to 0.12).
+
+jax 0.10.2 computes wrong values on CPU (jax-ml/jax#39103) and is refused at import.
+"""
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _partial_eval
+
+if jax.__version_info__[:3] == (0, 10, 2):
+    raise ImportError(
+        "jax 0.10.2 is installed.\n  expected: jax 0.10.0, 0.10.1 or 0.11 and newer, below 0.13; 0.10.2 computes wrong "
+        "values on CPU (jax-ml/jax#39103).\n  to do: pip install 'jax>=0.10,!=0.10.2,<0.13'."
+    )
+
+Jaxpr = _core.Jaxpr
+ShapedArray = jax.core.ShapedArray
+UNSPECIFIED_NAME = "UnspecifiedValue"
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr atom is a literal."""
+    return isinstance(atom, _core.Literal)
+
+
+def is_drop(var: Any) -> bool:
+    """Whether a jaxpr variable is a result nobody reads."""
+    return isinstance(var, _core.DropVar)
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """(jaxpr, constants) of a closed jaxpr, an open one, or (jax 0.12) one that carries its constants."""
+    consts = list(getattr(closed, "consts", ()))
+    return getattr(closed, "jaxpr", closed), consts
+
+
+def scan_layout(params: Any) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan; the rest of its operands are scanned over."""
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def name_stack_of(source: Any) -> str:
+    """The name stack (transformations and scopes) as text."""
+    return str(source.name_stack)
+
+
+def join_name_stack(outer: Any, inner: Any) -> Any:
+    """Source info of an equation inlined from a call: the call's name stack before its own."""
+    return inner.replace(name_stack=outer.name_stack + inner.name_stack)
+
+
+def call_scope(source: Any, name: str) -> Any:
+    """Source info with one more named scope."""
+    return source.replace(name_stack=source.name_stack.extend(name))
+
+
+def source_line(source: Any) -> str:
+    """`file:line (function)` of the user's frame, or "" where JAX kept none."""
+    return _source_info.summarize(source)
+
+
+@contextlib.contextmanager
+def equation_context(source: Any, context: Any) -> Iterator[None]:
+    """Binds inside carry the equation's source and name stack, and run in its configuration."""
+    stack = _source_info.current_name_stack() + source.name_stack
+    manager = contextlib.nullcontext() if context is None else context.manager
+    with _source_info.user_context(source.traceback, name_stack=stack), manager:
+        yield
+
+
+def bind(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """Applies a primitive to values or tracers; always a sequence of results."""
+    outputs = primitive.bind(*args, **primitive.get_bind_params(params))
+    return outputs if primitive.multiple_results else [outputs]
+
+
+def trace_avals(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:
+    """A closed jaxpr of `fun` at these abstract values, weak types kept."""
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    return jax.make_jaxpr(fun)(*structs)
+
+
+def body_params(params: dict[str, Any], name: str, bodies: Sequence[Any]) -> dict[str, Any]:
+    """Control-flow parameters with the bodies put back."""
+    if name == "scan":
+        return {**params, "jaxpr": bodies[0]}
+    if name == "while":
+        return {**params, "cond_jaxpr": bodies[0], "body_jaxpr": bodies[1]}
+    return {**params, "branches": tuple(bodies)}
+
+
+def take_bodies(params: dict[str, Any], name: str) -> tuple[dict[str, Any], list[Any]]:
+    """Control-flow parameters without the bodies, and the bodies."""
+    rest = dict(params)
+    if name == "scan":
+        return rest, [rest.pop("jaxpr")]
+    if name == "while":
+        cond = rest.pop("cond_jaxpr")
+        return rest, [cond, rest.pop("body_jaxpr")]
+    return rest, list(rest.pop("branches"))
+
+
+def dce(jaxpr: Any) -> Any:
+    """The jaxpr without equations whose results nobody reads, inside bodies too (effects stay)."""
+    keep = [True] * len(jaxpr.outvars)
+    slim, _ = _partial_eval.dce_jaxpr(jaxpr, keep, instantiate=True)
+    return slim
+
+
+def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
+    """An abstract array."""
+    return _core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
+
+
+def optimization_barrier_p() -> Any:
+    """The primitive that XLA may not optimise across."""
+    from jax._src.lax import lax as _lax
+
+    return _lax.optimization_barrier_p
+
+
+def sharding_constraint_p() -> Any:
+    """The primitive behind `jax.lax.with_sharding_constraint`."""
+    from jax._src import pjit as _pjit
+
+    return _pjit.sharding_constraint_p
+
+
+def sharding_constraint_params(sharding: Any) -> dict[str, Any]:
+    """Parameters of `sharding_constraint_p` for one fully specified sharding."""
+    from jax._src import mesh as _mesh
+
+    return {
+        "sharding": sharding,
+        "layout": None,
+        "context_mesh": _mesh.get_abstract_mesh(),
+        "unconstrained_dims": frozenset[int](),
+    }

@@ -8,19 +8,46 @@ jax 0.10.2 computes wrong values on CPU (jax-ml/jax#39103) and is refused at imp
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import core as _core
-from jax._src import source_info_util as _source_info
-from jax._src.interpreters import partial_eval as _partial_eval
 
-if jax.__version_info__[:3] == (0, 10, 2):
-    raise ImportError(
-        "jax 0.10.2 is installed.\n  expected: jax 0.10.0, 0.10.1 or 0.11 and newer, below 0.13; 0.10.2 computes wrong "
-        "values on CPU (jax-ml/jax#39103).\n  to do: pip install 'jax>=0.10,!=0.10.2,<0.13'."
-    )
+
+def check_version(version: tuple[int, ...]) -> str | None:
+    """Refuses a JAX that autoshard cannot keep its promises on.
+
+    Args:
+      version: `jax.__version_info__`.
+
+    Returns:
+      A warning for a version newer than any tested, else None.
+
+    Raises:
+      ImportError: the version is too old, or is 0.10.2.
+    """
+    given = f"jax {'.'.join(map(str, version))} is installed"
+    todo = "pip install 'jax>=0.10,!=0.10.2,<0.13'"
+    if version[:3] == (0, 10, 2):
+        reason = "it computes wrong values on CPU, jax-ml/jax#39103"
+        raise ImportError(f"{given}.\n  expected: another version of jax: {reason}.\n  to do: {todo}.")
+    if version < (0, 10):
+        reason = "autoshard reads private parts of jax that were others before"
+        raise ImportError(f"{given}.\n  expected: jax 0.10 or newer: {reason}.\n  to do: {todo}.")
+    if version >= (0, 13):
+        return f"{given}; autoshard is tested on 0.10 to 0.12. To be safe: {todo}."
+    return None
+
+
+# Before the private imports: on a version that is refused they may fail with an error that says nothing.
+_untested = check_version(jax.__version_info__)
+if _untested is not None:
+    warnings.warn(_untested, stacklevel=2)
+
+from jax._src import core as _core  # noqa: E402
+from jax._src import source_info_util as _source_info  # noqa: E402
+from jax._src.interpreters import partial_eval as _partial_eval  # noqa: E402
 
 Jaxpr = _core.Jaxpr
 ShapedArray = jax.core.ShapedArray
@@ -148,3 +175,19 @@ def sharding_constraint_params(sharding: Any) -> dict[str, Any]:
         "context_mesh": _mesh.get_abstract_mesh(),
         "unconstrained_dims": frozenset[int](),
     }
+
+
+def outside_traces() -> bool:
+    """Whether no JAX transformation (jit, grad, vmap, eval_shape) is tracing in this thread."""
+    return _core.trace_state_clean()
+
+
+def ambient_mesh() -> tuple[Any, Any]:
+    """(abstract mesh, concrete mesh or None) of the surrounding `jax.set_mesh(mesh)` or `with mesh:`."""
+    from jax._src import mesh as _mesh
+
+    abstract = _mesh.get_abstract_mesh()
+    concrete = _mesh.get_concrete_mesh()
+    if concrete is None or concrete.empty:
+        concrete = _mesh.thread_resources.env.physical_mesh
+    return abstract, (None if concrete.empty else concrete)

@@ -24,3 +24,16 @@ from .printer import short_type as short_type
 from .trace import from_jaxpr as from_jaxpr
 from .trace import trace as trace
 from .verify import verify as verify
+from .spec import Assignment as Assignment
+from .spec import MeshShape as MeshShape
+from .spec import assignment_of as assignment_of
+from .spec import assignments as assignments
+from .spec import axes_size as axes_size
+from .spec import divides as divides
+from .spec import from_partition_spec as from_partition_spec
+from .spec import local_bytes as local_bytes
+from .spec import local_shape as local_shape
+from .spec import partition_spec as partition_spec
+from .spec import replicated as replicated
+from .spec import spec_axes as spec_axes
+from .spec import spec_of as spec_of

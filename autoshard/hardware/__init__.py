@@ -1,0 +1,15 @@
+"""Devices, links and nodes: their figures, the known ones, what this process sees, and the cluster file."""
+
+from .cluster_file import ClusterParts as ClusterParts
+from .cluster_file import read_cluster_file as read_cluster_file
+from .cluster_file import write_cluster_file as write_cluster_file
+from .detect import detect_nodes as detect_nodes
+from .device import DEVICE_KINDS as DEVICE_KINDS
+from .device import FLOPS_CLASSES as FLOPS_CLASSES
+from .device import DeviceSpec as DeviceSpec
+from .device import GpuTarget as GpuTarget
+from .device import Link as Link
+from .device import Node as Node
+from .presets import DEVICE_PRESETS as DEVICE_PRESETS
+from .presets import DevicePreset as DevicePreset
+from .presets import default_link as default_link

@@ -1,0 +1,137 @@
+"""The sharding problem as an integer linear program, solved by python-mip (CBC).
+
+    variables    x[i,s] in {0,1}      node i takes choice s
+                 z[e,k] in [0,1]      the tuple of choices k is taken at table e of two or more nodes
+    objective    min  sum_i sum_s c_i[s] x[i,s] + sum_e sum_k E_e[k] z[e,k]                          (objective)
+    one choice   sum_s x[i,s] = 1                                            for all i              (one_choice)
+    linking      sum_{k: k_i = s} z[e,k] = x[i,s]                            for all e, i in e, s   (linking)
+    memory       base_t + sum_i sum_s u_i[t,s] x[i,s] <= limit               for all t              (memory)
+
+Alpa's ILP (Zheng et al., OSDI 2022, section 4.2) with the linearisation that is tight on trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import mip
+import numpy as np
+
+from autoshard.search.eliminate import Table
+from autoshard.search.problem import Floats
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Memory rows of the program.
+
+    Attributes:
+      usages: for each node its bytes by time and choice, shape (times, choices).
+      base: bytes at each time whatever is chosen.
+      limit: most bytes.
+    """
+
+    usages: dict[int, Floats]
+    base: Floats
+    limit: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IlpAnswer:
+    """What the solver returned.
+
+    Attributes:
+      choice: node to choice; empty if none was found.
+      bound: lower bound of the objective.
+      proved: whether the choice is optimal (or, if empty, infeasibility is proved).
+    """
+
+    choice: dict[int, int]
+    bound: float
+    proved: bool
+
+
+def solve_ilp(
+    sizes: dict[int, int],
+    tables: Sequence[Table],
+    memory: Memory | None,
+    *,
+    budget_s: float,
+    start: dict[int, int] | None,
+    seed: int,
+) -> IlpAnswer:
+    """Solves one program.
+
+    Args:
+      sizes: number of choices of each node.
+      tables: cost tables over one or more nodes; infinite entries are not allowed.
+      memory: memory rows, or None.
+      budget_s: time limit, seconds.
+      start: a full choice to begin with.
+      seed: of the solver.
+    """
+    scale = _scale(tables)
+    model: Any = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
+    model.verbose = 0
+    model.seed = seed
+    x = {i: [model.add_var(var_type=mip.BINARY) for _ in range(n)] for i, n in sizes.items()}
+    for variables in x.values():
+        model += mip.xsum(variables) == 1
+    terms = _objective(model, x, tables, scale)
+    model.objective = mip.minimize(mip.xsum(terms))
+    if memory is not None:
+        _memory(model, x, memory)
+    if start is not None:
+        model.start = [(x[i][s], 1.0) for i, s in start.items()]
+    status = model.optimize(max_seconds=max(budget_s, 0.1))
+    infeasible = status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE)
+    if model.num_solutions == 0:
+        return IlpAnswer({}, float("inf") if infeasible else float("-inf"), infeasible)
+    choice = {i: int(np.argmax([v.x for v in variables])) for i, variables in x.items()}
+    proved = status is mip.OptimizationStatus.OPTIMAL
+    return IlpAnswer(choice, float(model.objective_bound) * scale, proved)
+
+
+def _scale(tables: Sequence[Table]) -> float:
+    """Costs are divided by this: step times in seconds are too small for the solver's tolerances."""
+    finite = [float(np.max(t[np.isfinite(t)], initial=0.0)) for _, t in tables]
+    return max(max(finite, default=0.0) / 1e3, 1e-30)
+
+
+def _objective(model: Any, x: dict[int, list[Any]], tables: Sequence[Table], scale: float) -> list[Any]:
+    """(objective) and (linking)."""
+    terms: list[Any] = []
+    for scope, table in tables:
+        if len(scope) == 1:
+            for s, cost in enumerate(table):
+                if np.isfinite(cost):
+                    terms.append(float(cost) / scale * x[scope[0]][s])
+                else:
+                    model += x[scope[0]][s] == 0
+            continue
+        z = {k: model.add_var(lb=0.0, ub=1.0) for k in zip(*np.nonzero(np.isfinite(table)), strict=True)}
+        terms += [float(table[k]) / scale * v for k, v in z.items() if table[k] != 0]
+        for position, node in enumerate(scope):
+            by_choice: list[list[Any]] = [[] for _ in x[node]]
+            for k, v in z.items():
+                by_choice[k[position]].append(v)
+            for s, members in enumerate(by_choice):
+                model += mip.xsum(members) == x[node][s]
+    return terms
+
+
+def _memory(model: Any, x: dict[int, list[Any]], memory: Memory) -> None:
+    """(memory), in units of the limit."""
+    for t, base in enumerate(memory.base):
+        row = [
+            float(u[t, s]) / memory.limit * x[i][s]
+            for i, u in memory.usages.items()
+            for s in range(u.shape[1])
+            if u[t, s] > 0
+        ]
+        if row:
+            model += mip.xsum(row) <= (memory.limit - float(base)) / memory.limit

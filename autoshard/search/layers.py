@@ -1,0 +1,106 @@
+"""Repeated structure: ops that look alike, neighbourhood included, share one decision.
+
+Each op gets a colour; colours are refined by those of its neighbours a fixed number of times (Weisfeiler-Leman), so two
+ops of one colour have like surroundings within that distance. Layers in the middle of a deep model agree, the first and
+last ones stay apart. Tying never makes a plan wrong, it only searches fewer plans: like ops have like choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from autoshard.ir import FactorRule, Spec, Value
+from autoshard.search.ops import Op, Ops, sized
+
+ROUNDS = 8
+"""Distance within which surroundings must agree: more than from one matrix product of a layer to the next."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """Ops grouped by colour.
+
+    Attributes:
+      kind: for each op the number of its kind.
+      members: for each kind its ops, in order; the first one stands for all.
+    """
+
+    kind: tuple[int, ...]
+    members: tuple[tuple[Op, ...], ...]
+
+
+def find_kinds(ops: Ops, roots: list[Op], pins: Mapping[Value, Spec], tie: bool = True) -> Kinds:
+    """Groups ops by surroundings.
+
+    Args:
+      ops: the ops.
+      roots: the leader of each op; ops of one kind have leaders of one colour.
+      pins: fixed specs, which make values differ.
+      tie: False gives every op its own kind.
+    """
+    if not tie:
+        return Kinds(tuple(range(len(ops.ops))), tuple((op,) for op in ops.ops))
+    colours = _refine(ops, [_look(op, pins) for op in ops.ops])
+    table: dict[Hashable, int] = {}
+    kind = [_number(table, (colours[op.index], colours[roots[op.index].index])) for op in ops.ops]
+    members: list[list[Op]] = [[] for _ in table]
+    for op in ops.ops:
+        members[kind[op.index]].append(op)
+    return Kinds(tuple(kind), tuple(tuple(group) for group in members))
+
+
+def _look(op: Op, pins: Mapping[Value, Spec]) -> Hashable:
+    """All that the op's own choices and costs depend on."""
+    name = op.equation.name if op.equation is not None else ""
+    shapes = tuple((a.shape, str(a.dtype)) for a in op.operands)
+    results = tuple((v.shape, str(v.dtype), pins.get(v)) for v in op.results)
+    return (op.kind, name, shapes, results, _rule_key(op.rule), op.times)
+
+
+def _rule_key(rule: FactorRule) -> Hashable:
+    return (rule.operands, rule.results, rule.sizes, rule.kinds)
+
+
+def _refine(ops: Ops, looks: list[Hashable]) -> list[int]:
+    table: dict[Hashable, int] = {}
+    colours = [_number(table, look) for look in looks]
+    above: list[list[tuple[int, int, int]]] = [[] for _ in ops.ops]
+    below: list[list[tuple[int, int, int]]] = [[] for _ in ops.ops]
+
+    def join(value: Value, reader: int, position: int) -> None:
+        maker, result = ops.maker[value]
+        above[reader].append((position, result, maker.index))
+        below[maker.index].append((position, result, reader))
+
+    for op in ops.ops:
+        for k, atom in enumerate(op.operands):
+            if isinstance(atom, Value) and sized(atom):
+                join(atom, op.index, k)
+    for tie in ops.ties:
+        if sized(tie.source):
+            join(tie.source, ops.maker[tie.target][0].index, -1)
+    count = len(set(colours))
+    for _ in range(ROUNDS):
+        table = {}
+        colours = [
+            _number(
+                table,
+                (
+                    colours[i],
+                    tuple((p, r, colours[n]) for p, r, n in above[i]),
+                    tuple(sorted((p, r, colours[n]) for p, r, n in below[i])),
+                ),
+            )
+            for i in range(len(colours))
+        ]
+        if len(table) == count:
+            break
+        count = len(table)
+    return colours
+
+
+def _number(table: dict[Hashable, int], key: Hashable) -> int:
+    return table.setdefault(key, len(table))

@@ -1,0 +1,295 @@
+"""From ops to a sharding problem, and from its answer to the sharding of every value.
+
+Variables are kinds of leaders; a kind's choices and costs are worked out once, on its first member, and counted as often
+as it has members. An answer is then carried out op by op and costed exactly, with each resharding of a value to a
+spec paid once, however many readers want it (XLA merges equal reshardings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from autoshard.errors import PinError, explain
+from autoshard.ir import MeshShape, Spec, Value, from_partition_spec, print_spec, short_type
+from autoshard.search.choices import Choice, choice_of, follow, leader_choices
+from autoshard.search.clusters import Follow, find_parents, find_roots
+from autoshard.search.layers import Kinds, find_kinds
+from autoshard.search.ops import Op, OpKind, Ops, sized
+from autoshard.search.pricing import Pricer, Traffic
+from autoshard.search.problem import Edge, Floats, Problem
+
+Restriction = Callable[[Op, Choice], bool]
+"""Which choices of a leader a template allows."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """Ops, who follows whom, and the choices of each kind.
+
+    Attributes:
+      ops, parents, roots, kinds: structure of the graph.
+      variable: for each kind the number of the variable that decides it.
+      leaders: for each variable the kind of its leader.
+      choices: for each kind what its members do, one entry for each choice of its variable.
+    """
+
+    ops: Ops
+    parents: list[Follow | None]
+    roots: list[Op]
+    kinds: Kinds
+    variable: tuple[int, ...]
+    leaders: tuple[int, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+
+
+def build_model(ops: Ops, mesh: MeshShape, pins: Mapping[Value, Spec], tie: bool = True) -> Model:
+    """Finds clusters, kinds and choices.
+
+    Raises:
+      PinError: a pinned value has no choice with its spec.
+    """
+    parents = find_parents(ops)
+    roots = find_roots(ops, parents)
+    kinds = find_kinds(ops, roots, pins, tie)
+    members = kinds.members
+    leader_kinds = [k for k, group in enumerate(members) if parents[group[0].index] is None]
+    number = {k: i for i, k in enumerate(leader_kinds)}
+    variable = tuple(number[kinds.kind[roots[group[0].index].index]] for group in members)
+    choices: list[tuple[Choice, ...] | None] = [None] * len(members)
+    cache: dict[object, Choice] = {}
+    sizes = dict(mesh)
+    for k in range(len(members)):
+        stack = [k]
+        while stack:
+            top = stack[-1]
+            if choices[top] is not None:
+                stack.pop()
+                continue
+            op = members[top][0]
+            parent = parents[op.index]
+            if parent is None:
+                choices[top] = _leader(op, mesh, pins)
+                continue
+            above = choices[kinds.kind[parent.op.index]]
+            if above is None:
+                stack.append(kinds.kind[parent.op.index])
+                continue
+            choices[top] = tuple(_follow(op, parent, c, sizes, cache) for c in above)
+    done = tuple(c for c in choices if c is not None)
+    return Model(ops, parents, roots, kinds, variable, tuple(leader_kinds), done)
+
+
+def _leader(op: Op, mesh: MeshShape, pins: Mapping[Value, Spec]) -> tuple[Choice, ...]:
+    """A leader's choices, those that differ in nothing but the assignment taken once."""
+    found: dict[object, Choice] = {}
+    if op.kind is OpKind.CONSTANT:
+        return (choice_of(op.rule, ((),) * len(op.rule.sizes)),)
+    options = leader_choices(op.rule, mesh)
+    wanted = _wanted(op, pins)
+    if wanted is not None:
+        options = [c for c in options if all(w is None or w == s for w, s in zip(wanted, c.results[0], strict=True))]
+        if not options:
+            shown = print_spec(tuple(w or () for w in wanted))
+            raise PinError(
+                explain(
+                    f"{short_type(op.results[0].aval)} is pinned to {shown} on the mesh {dict(mesh)}",
+                    "a spec whose axes' product divides each dimension, axes in mesh order on one dimension",
+                    "change the pin or the mesh",
+                )
+            )
+    for choice in options:
+        found.setdefault((choice.operands, choice.results, choice.partial, choice.scattered), choice)
+    return tuple(found.values())
+
+
+def _wanted(op: Op, pins: Mapping[Value, Spec]) -> tuple[tuple[str, ...] | None, ...] | None:
+    """The spec a leader's result must have, entry None where it is free."""
+    if op.kind is OpKind.INPUT and op.results[0] in pins:
+        return pins[op.results[0]]
+    if op.equation is not None and op.equation.name == "sharding_constraint":
+        spec = getattr(op.equation.params["sharding"], "spec", None)
+        if spec is None:
+            return None
+        free = set(op.equation.params["unconstrained_dims"] or ())
+        rank = len(op.results[0].shape)
+        entries = [() if e is None or not isinstance(e, str | tuple) else e for e in spec]
+        known = from_partition_spec(entries, rank)
+        return tuple(None if d in free else axes for d, axes in enumerate(known))
+    return None
+
+
+def _follow(op: Op, parent: Follow, above: Choice, sizes: Mapping[str, int], cache: dict[object, Choice]) -> Choice:
+    spec = (above.operands if parent.reads_us else above.results)[parent.theirs]
+    dims = (op.rule.results if parent.reads_us else op.rule.operands)[parent.own]
+    key = (op.rule.operands, op.rule.results, op.rule.sizes, op.rule.kinds, dims, spec)
+    if key not in cache:
+        cache[key] = follow(op.rule, dims, spec, sizes)
+    return cache[key]
+
+
+def build_problem(model: Model, pricer: Pricer) -> Problem:
+    """The costs of every choice and pair of choices, without memory rows."""
+    costs: list[Floats] = [np.zeros(len(model.choices[k])) for k in model.leaders]
+    edges: dict[Edge, Floats] = {}
+    for k, group in enumerate(model.kinds.members):
+        op = group[0]
+        own = model.variable[k]
+        weight = len(group)
+        costs[own] += weight * op.times * _unary(op, model.choices[k], pricer)
+        for r, value in enumerate(op.results):
+            if not sized(value):
+                continue
+            specs = [c.results[r] for c in model.choices[k]]
+            for other, wanted in _readers(model, value).items():
+                table = weight * op.times * _edge(value, specs, wanted, pricer)
+                if other == own:
+                    costs[own] += np.diagonal(table)
+                elif own < other:
+                    edges[own, other] = edges.get((own, other), 0.0) + table
+                else:
+                    edges[other, own] = edges.get((other, own), 0.0) + table.T
+    used = {e: t for e, t in edges.items() if np.any(t)}
+    none = np.zeros((0,))
+    return Problem(tuple(costs), used, tuple(np.zeros((0, len(c))) for c in costs), none, None)
+
+
+def _unary(op: Op, choices: Sequence[Choice], pricer: Pricer) -> Floats:
+    """Compute and partial-sum seconds of each choice, equal choices worked out once."""
+    known: dict[object, float] = {}
+    out = np.zeros(len(choices))
+    for s, choice in enumerate(choices):
+        key = (choice.assignment, choice.scattered)
+        if key not in known:
+            known[key] = pricer.compute_s(op, choice) + sum(pricer.traffic_s(t) for t in pricer.sums(op, choice))
+        out[s] = known[key]
+    return out
+
+
+def _readers(model: Model, value: Value) -> dict[int, list[tuple[Spec, ...]]]:
+    """By variable: for each of its choices the distinct specs in which its ops want the value."""
+    found: dict[int, list[list[Spec]]] = {}
+
+    def want(kind: int, specs: list[Spec]) -> None:
+        lists = found.setdefault(model.variable[kind], [[] for _ in specs])
+        for have, spec in zip(lists, specs, strict=True):
+            if spec not in have:
+                have.append(spec)
+
+    for reader, k in model.ops.readers.get(value, ()):
+        kind = model.kinds.kind[reader.index]
+        want(kind, [c.operands[k] for c in model.choices[kind]])
+    for target in model.ops.tied.get(value, ()):
+        maker, result = model.ops.maker[target]
+        kind = model.kinds.kind[maker.index]
+        want(kind, [c.results[result] for c in model.choices[kind]])
+    return {v: [tuple(specs) for specs in lists] for v, lists in found.items()}
+
+
+def _edge(value: Value, specs: list[Spec], wanted: list[tuple[Spec, ...]], pricer: Pricer) -> Floats:
+    """Resharding seconds, shape (choices of the maker, choices of the readers)."""
+    sources = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
+    targets = {w: j for j, w in enumerate(dict.fromkeys(wanted))}
+    table = np.array([[sum(pricer.reshard(value, s, t)[1] for t in w) for w in targets] for s in sources])
+    return table[np.ix_([sources[s] for s in specs], [targets[w] for w in wanted])]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A resharding point.
+
+    Attributes:
+      value: what moves.
+      source, target: specs before and after.
+      traffic: collectives of one move.
+      times: moves a step.
+      time_s: seconds a step.
+    """
+
+    value: Value
+    source: Spec
+    target: Spec
+    traffic: tuple[Traffic, ...]
+    times: int
+    time_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The sharding of everything.
+
+    Attributes:
+      choice: for each op what it does.
+      spec: for each value its sharding.
+      moves: all resharding points.
+      sums: collectives that combine partial results, with how often they run.
+      compute_s: seconds of compute a step.
+      traffic_s: seconds of collectives a step.
+    """
+
+    choice: tuple[Choice, ...]
+    spec: Mapping[Value, Spec]
+    moves: tuple[Move, ...]
+    sums: tuple[tuple[Op, Traffic, int], ...]
+    compute_s: float
+    traffic_s: float
+
+    @property
+    def time_s(self) -> float:
+        """Estimated step time, compute and collectives one after the other."""
+        return self.compute_s + self.traffic_s
+
+
+def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
+    """Carries an answer out, op by op, and costs it exactly."""
+    sizes = pricer.sizes
+    cache: dict[object, Choice] = {}
+    picked: list[Choice | None] = [None] * len(model.ops.ops)
+    for op in model.ops.ops:
+        stack = [op]
+        while stack:
+            top = stack[-1]
+            if picked[top.index] is not None:
+                stack.pop()
+                continue
+            parent = model.parents[top.index]
+            if parent is None:
+                kind = model.kinds.kind[top.index]
+                picked[top.index] = model.choices[kind][answer[model.variable[kind]]]
+                continue
+            above = picked[parent.op.index]
+            if above is None:
+                stack.append(parent.op)
+                continue
+            picked[top.index] = _follow(top, parent, above, sizes, cache)
+    choices = tuple(c for c in picked if c is not None)
+    spec = {v: s for op, c in zip(model.ops.ops, choices, strict=True) for v, s in zip(op.results, c.results, strict=True)}
+    return _cost(model, choices, spec, pricer)
+
+
+def _cost(model: Model, choices: tuple[Choice, ...], spec: dict[Value, Spec], pricer: Pricer) -> Layout:
+    compute = traffic = 0.0
+    sums: list[tuple[Op, Traffic, int]] = []
+    moves: list[Move] = []
+    for op, choice in zip(model.ops.ops, choices, strict=True):
+        compute += op.times * pricer.compute_s(op, choice)
+        for t in pricer.sums(op, choice):
+            sums.append((op, t, op.times))
+            traffic += op.times * pricer.traffic_s(t)
+        for value in op.results:
+            if not sized(value):
+                continue
+            wanted = [choices[reader.index].operands[k] for reader, k in model.ops.readers.get(value, ())]
+            wanted += [spec[target] for target in model.ops.tied.get(value, ())]
+            for target in dict.fromkeys(wanted):
+                if target != spec[value]:
+                    path, seconds = pricer.reshard(value, spec[value], target)
+                    moves.append(Move(value, spec[value], target, path, op.times, op.times * seconds))
+                    traffic += op.times * seconds
+    return Layout(choices, spec, tuple(moves), tuple(sums), compute, traffic)

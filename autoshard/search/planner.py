@@ -1,0 +1,271 @@
+"""From a graph to a plan: meshes, templates, the solver, and the record of why.
+
+For each candidate mesh the sharding problem is built and solved; each template is the same problem with fewer choices,
+and its answer is a start of the full search, so the plan is never dearer than any template that fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from autoshard.cluster import Cluster, mesh_size
+from autoshard.costmodel import Lives, find_lives, materialized
+from autoshard.errors import InfeasibleError, MeshError, explain
+from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
+from autoshard.passes import DuplicateCheap, run_passes
+from autoshard.plan import Alternative, Memory, Plan
+from autoshard.search.memory_rows import layout_usage, peak_times, with_memory
+from autoshard.search.meshes import candidate_meshes
+from autoshard.search.model import Layout, Model, build_model, build_problem, lay_out
+from autoshard.search.ops import Ops, list_ops
+from autoshard.search.pricing import Pricer, Traffic
+from autoshard.search.problem import Problem, Solution
+from autoshard.search.record import record_plan
+from autoshard.search.solve import solve
+from autoshard.search.templates import restrict, templates
+
+OnEvent = Callable[[str, Any], None]
+"""Called with the name of each finished part of planning and what it made (a graph, or a text)."""
+
+MEMORY_ROWS = 8
+"""Times at which the solver sees memory: the highest peaks of the templates."""
+
+MEMORY_ROUNDS = 4
+"""How often rows are added for peaks that the last answer moved elsewhere."""
+
+DEFAULT_BUDGET_S = 20.0
+"""Seconds for the searches of all meshes together; exact methods mostly end much sooner."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """What every mesh is planned for.
+
+    Attributes:
+      graph: the prepared graph; ops: its ops; lives: what is in memory when.
+      info: names and roles; state: values of state arguments; pins: fixed specs.
+      limit: most bytes on a device.
+    """
+
+    graph: Graph
+    ops: Ops
+    lives: Lives
+    info: StepInfo
+    state: frozenset[Value]
+    pins: Mapping[Value, Spec]
+    limit: int
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """One answer on one mesh.
+
+    Attributes:
+      name: "search" or the template's.
+      mesh: axes and sizes.
+      solution: of the solver; layout: carried out; memory: estimated.
+      traffic_s: seconds of each collective.
+    """
+
+    name: str
+    mesh: MeshShape
+    solution: Solution
+    layout: Layout
+    memory: Memory
+    traffic_s: Mapping[Traffic, float]
+
+
+def prepare(graph: Graph, on_event: OnEvent | None = None) -> Graph:
+    """The graph that plans speak of: cheap values duplicated, one a reader."""
+    return run_passes(graph, [DuplicateCheap()], on_event)
+
+
+def make_plan(
+    graph: Graph,
+    info: StepInfo,
+    cluster: Cluster,
+    mesh: MeshShape | None,
+    *,
+    pins: Mapping[int, Spec],
+    memory_limit: int | None,
+    budget_s: float | None,
+    seed: int,
+    on_event: OnEvent | None = None,
+    tie: bool = True,
+) -> Plan:
+    """Plans a step.
+
+    Args:
+      graph: the traced step.
+      info: names and roles of its flat arguments and results.
+      cluster: devices and links.
+      mesh: axes and sizes, None to choose.
+      pins: flat argument to the spec it must have.
+      memory_limit: bytes a device may hold, None for what the device has.
+      budget_s: seconds for the searches of all meshes together.
+      seed: of every random decision.
+      on_event: called after each part.
+      tie: plan repeated layers once.
+
+    Raises:
+      InfeasibleError: nothing fits the memory limit; names the need.
+      MeshError, PinError, UnknownPrimitiveError: see there.
+    """
+    tell = on_event or (lambda _name, _what: None)
+    prepared = prepare(graph, on_event)
+    limit = memory_limit if memory_limit is not None else cluster.memory_bytes
+    task = _task(prepared, info, pins, limit)
+    meshes = [mesh] if mesh is not None else candidate_meshes(cluster)
+    for shape in meshes:
+        _check_mesh(shape, cluster)
+    budget = (budget_s or DEFAULT_BUDGET_S) / len(meshes)
+    found: list[Candidate] = []
+    for shape in meshes:
+        tell("mesh", shape)
+        found += plan_mesh(task, cluster, shape, budget_s=budget, seed=seed, tie=tie, tell=tell)
+    fitting = [c for c in found if c.memory.peak_bytes <= limit]
+    if not fitting:
+        raise InfeasibleError(_does_not_fit(found, limit, cluster))
+    best = min(fitting, key=lambda c: (c.layout.time_s, c.memory.peak_bytes, c.name != "search"))
+    plan = record_plan(
+        task.graph, task.ops, info, cluster, best.mesh, best.layout, best.memory, limit, best.solution,
+        tuple(_alternatives(found, best, limit)), pins, best.traffic_s,
+    )
+    tell("plan", plan)
+    return plan
+
+
+def plan_mesh(
+    task: Task, cluster: Cluster, mesh: MeshShape, *, budget_s: float, seed: int, tie: bool, tell: OnEvent
+) -> list[Candidate]:
+    """The answers of the full search and of each template on one mesh."""
+    deadline = time.monotonic() + budget_s
+    written = materialized(task.graph)
+    pricer = Pricer(cluster, mesh, written.__contains__)
+    model = build_model(task.ops, mesh, task.pins, tie)
+    problem = build_problem(model, pricer)
+    tell("problem", f"{len(problem.costs)} decisions, {sum(len(c) for c in problem.costs)} choices")
+    found: list[Candidate] = []
+    for template in templates(mesh):
+        narrow = restrict(problem, model, template, task.state, pricer.sizes, task.pins)
+        if narrow is None:
+            continue
+        left = max(deadline - time.monotonic(), 0.1)
+        candidate = _search(task, template.name, mesh, narrow, model, pricer, left / 6, seed, ())
+        if candidate is not None:
+            found.append(candidate)
+            tell("template", f"{template.name}: {candidate.layout.time_s:.3e} s")
+    starts = tuple(c.solution.choice for c in found)
+    left = max(deadline - time.monotonic(), 1.0)
+    candidate = _search(task, "search", mesh, problem, model, pricer, left, seed, starts)
+    if candidate is not None:
+        found.insert(0, candidate)
+        tell("search", f"{candidate.layout.time_s:.3e} s, {candidate.solution.result.value}")
+    return found
+
+
+def _search(
+    task: Task,
+    name: str,
+    mesh: MeshShape,
+    problem: Problem,
+    model: Model,
+    pricer: Pricer,
+    budget_s: float,
+    seed: int,
+    starts: tuple[tuple[int, ...], ...],
+) -> Candidate | None:
+    """Solves, carries out, and adds memory rows where the answer does not fit, until it does or nothing changes."""
+    times: set[int] = set()
+    deadline = time.monotonic() + budget_s
+    best: Candidate | None = None
+    for _ in range(MEMORY_ROUNDS):
+        solution = solve(problem, budget_s=max(deadline - time.monotonic(), 0.5), seed=seed, starts=starts)
+        if not solution.choice:
+            break
+        layout = lay_out(model, solution.choice, pricer)
+        curve = layout_usage(task.lives, layout, pricer.sizes)
+        memory = _memory(task, layout, int(curve.max(initial=0)), pricer)
+        candidate = Candidate(name, mesh, solution, layout, memory, pricer.times())
+        if best is None or candidate.memory.peak_bytes < best.memory.peak_bytes:
+            best = candidate
+        if candidate.memory.peak_bytes <= task.limit:
+            return candidate
+        fresh = set(peak_times(curve, MEMORY_ROWS)) - times
+        if not fresh or time.monotonic() > deadline:
+            break
+        times |= fresh
+        problem = with_memory(problem, model, task.lives, sorted(times), pricer.sizes, float(task.limit))
+    return best
+
+
+def _memory(task: Task, layout: Layout, peak: int, pricer: Pricer) -> Memory:
+    """The estimated peak by parts."""
+
+    def part(values: frozenset[Value]) -> int:
+        return sum(local_bytes(v.aval, layout.spec[v], pricer.sizes) for v in values)
+
+    state = part(task.state)
+    inputs = part(task.lives.inputs - task.state)
+    outputs = part(task.lives.outputs)
+    return Memory(state, inputs, outputs, max(peak - state - inputs - outputs, 0))
+
+
+def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int) -> Task:
+    ops = list_ops(graph, info.pairs)
+    donated = set(info.donated)
+    reused = [o for i, o in info.pairs if i in donated]
+    lives = find_lives(graph, reused, materialized(graph).__contains__)
+    state = frozenset(graph.inputs[i] for i, _ in info.pairs)
+    return Task(graph, ops, lives, info, state, {graph.inputs[i]: spec for i, spec in pins.items()}, limit)
+
+
+def _check_mesh(mesh: MeshShape, cluster: Cluster) -> None:
+    if mesh_size(mesh) != cluster.size:
+        raise MeshError(
+            explain(
+                f"a mesh of {mesh_size(mesh)} devices {dict(mesh)} on {cluster.name} with {cluster.size}",
+                "a mesh whose sizes multiply to the number of devices",
+                "change the mesh, or name other devices",
+            )
+        )
+
+
+def _alternatives(found: list[Candidate], best: Candidate, limit: int) -> list[Alternative]:
+    """All other answers, best first, with the reason each was not taken."""
+    rows: list[Alternative] = []
+    for c in sorted(found, key=lambda c: c.layout.time_s):
+        if c is best:
+            continue
+        shape = "x".join(str(n) for _, n in c.mesh)
+        name = f"{c.name}, mesh {shape}"
+        if c.memory.peak_bytes > limit:
+            note = f"does not fit: {c.memory.peak_bytes / 2**30:.2f} GiB of {limit / 2**30:.2f}"
+        elif best.layout.time_s > 0:
+            note = f"{c.layout.time_s / best.layout.time_s:.2f}x the time"
+        else:
+            note = "no faster"
+        rows.append(Alternative(name, c.layout.time_s, c.memory.peak_bytes, note))
+    return rows
+
+
+def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster) -> str:
+    if not found:
+        return explain(
+            f"no plan meets the pins and a limit of {limit / 2**30:.2f} GiB a device on {cluster.name}",
+            "pins that leave every argument a sharding",
+            "remove a pin or raise memory_limit",
+        )
+    least = min(found, key=lambda c: c.memory.peak_bytes)
+    need = least.memory.peak_bytes
+    return explain(
+        f"the step needs at least about {need / 2**30:.3f} GiB on each device of {cluster.name} "
+        f"({least.name}, mesh {dict(least.mesh)}), the limit is {limit / 2**30:.3f} GiB",
+        "a plan whose peak memory is within the limit",
+        "use more devices or devices with more memory, a smaller batch, or jax.checkpoint on the layers",
+    )

@@ -1,0 +1,209 @@
+"""Writes an answer down as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard import jax_compat
+from autoshard.cluster import Cluster
+from autoshard.ir import (
+    Equation,
+    Graph,
+    MeshShape,
+    Spec,
+    StepInfo,
+    Value,
+    aval_bytes,
+    axes_size,
+    replicated,
+    short_type,
+    spec_axes,
+)
+from autoshard.plan import (
+    Alternative,
+    Argument,
+    Collective,
+    Memory,
+    Plan,
+    Resharding,
+    fingerprint,
+    graph_operands,
+    graph_outputs,
+    graph_values,
+)
+from autoshard.search.model import Layout
+from autoshard.search.ops import OpKind, Ops, sized, splittable
+from autoshard.search.pricing import Traffic
+from autoshard.search.problem import Solution
+
+LARGE_BYTES = 1 << 16
+"""Arguments from this size on that stay whole are explained."""
+
+
+def record_plan(
+    graph: Graph,
+    ops: Ops,
+    info: StepInfo,
+    cluster: Cluster,
+    mesh: MeshShape,
+    layout: Layout,
+    memory: Memory,
+    limit: int,
+    solution: Solution,
+    alternatives: tuple[Alternative, ...],
+    pins: Mapping[int, Spec],
+    time_of: Mapping[Traffic, float],
+) -> Plan:
+    """The plan of a layout."""
+    table: dict[Spec, int] = {}
+
+    def number(spec: Spec | None) -> int:
+        return -1 if spec is None else table.setdefault(spec, len(table))
+
+    stated = {v: s for v, s in layout.spec.items() if sized(v) and splittable(v)}
+    operands = _operands(ops, layout)
+    outputs = _outputs(graph, ops, layout)
+    values = tuple(number(stated.get(v)) for v in graph_values(graph))
+    operand_ids = tuple(number(operands.get(key)) for key in graph_operands(graph))
+    output_ids = tuple(number(outputs.get(key)) for key in graph_outputs(graph))
+    paired_in = {i for i, _ in info.pairs}
+    paired_out = {o for _, o in info.pairs}
+    inputs = tuple(
+        Argument(path, short_type(v.aval), layout.spec[v], aval_bytes(v.aval), i in paired_in)
+        for i, (path, v) in enumerate(zip(info.input_paths, graph.inputs, strict=True))
+    )
+    results = tuple(
+        Argument(
+            path,
+            short_type(atom.aval),
+            outputs.get((graph, k)) or replicated(len(atom.shape)),
+            aval_bytes(atom.aval),
+            k in paired_out,
+        )
+        for k, (path, atom) in enumerate(zip(info.output_paths, graph.outputs, strict=True))
+    )
+    return Plan(
+        fingerprint=fingerprint(graph),
+        cluster=cluster.name,
+        mesh=mesh,
+        inputs=inputs,
+        outputs=results,
+        specs=tuple(table),
+        values=values,
+        operands=operand_ids,
+        output_ids=output_ids,
+        time_s=layout.time_s,
+        compute_s=layout.compute_s,
+        traffic_s=layout.traffic_s,
+        memory=memory,
+        memory_limit=limit,
+        collectives=_collectives(layout, time_of),
+        reshardings=_reshardings(graph, ops, info, layout),
+        alternatives=alternatives,
+        why=_why(inputs, mesh, layout, solution, alternatives, pins, info),
+        solver=f"{solution.stats.get('engine', '')}: {solution.result.value}, gap {solution.gap:.2%}",
+        donated=info.donated,
+    )
+
+
+def _operands(ops: Ops, layout: Layout) -> dict[tuple[Equation, int], Spec]:
+    """The spec in which each operand must arrive at its equation; of control flow, at the way into its body."""
+    found: dict[tuple[Equation, int], Spec] = {}
+    for op in ops.ops:
+        if op.equation is None:
+            continue
+        if op.kind is OpKind.APPLY:
+            specs = layout.choice[op.index].operands
+            found.update({(op.equation, k): specs[k] for k, atom in enumerate(op.operands) if sized(atom)})
+        elif op.kind is OpKind.ENTER and op.position >= 0 and op.equation.name != "cond" and sized(op.operands[0]):
+            found[op.equation, op.position] = layout.choice[op.index].operands[0]
+    return found
+
+
+def _outputs(graph: Graph, ops: Ops, layout: Layout) -> dict[tuple[Graph, int], Spec]:
+    """The spec in which each output must leave its graph."""
+    found: dict[tuple[Graph, int], Spec] = {}
+    for owner, k in graph_outputs(graph):
+        atom = owner.outputs[k]
+        if isinstance(atom, Value) and atom in layout.spec:
+            found[owner, k] = layout.spec[atom]
+    for op in ops.ops:
+        if op.kind is OpKind.LEAVE and op.equation is not None and isinstance(op.operands[0], Value):
+            body = op.equation.graphs[-1] if op.equation.name == "while" else op.equation.graphs[0]
+            if body.outputs[op.position] is op.operands[0]:
+                found[body, op.position] = layout.choice[op.index].operands[0]
+    for tie in ops.ties:
+        found[tie.body, tie.output] = layout.spec[tie.target]
+    return found
+
+
+def _collectives(layout: Layout, time_of: Mapping[Traffic, float]) -> tuple[Collective, ...]:
+    rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    every = [(t, times) for _, t, times in layout.sums]
+    every += [(t, move.times) for move in layout.moves for t in move.traffic]
+    for traffic, times in every:
+        row = rows.setdefault((traffic.kind, traffic.axes), [0, 0, 0.0])
+        row[0] += times
+        row[1] += times * traffic.nbytes
+        row[2] += times * time_of[traffic]
+    made = [Collective(kind, axes, int(n), int(b), s) for (kind, axes), (n, b, s) in rows.items()]
+    return tuple(sorted(made, key=lambda c: -c.time_s))
+
+
+def _reshardings(graph: Graph, ops: Ops, info: StepInfo, layout: Layout) -> tuple[Resharding, ...]:
+    paths = dict(zip(graph.inputs, info.input_paths, strict=True))
+    rows: list[Resharding] = []
+    for move in layout.moves:
+        if not move.traffic:
+            continue
+        op, _ = ops.maker[move.value]
+        line = jax_compat.source_line(op.equation.place.source) if op.equation is not None else ""
+        what = f"{paths[move.value]} {short_type(move.value.aval)}" if move.value in paths else short_type(move.value.aval)
+        nbytes = move.times * sum(t.nbytes for t in move.traffic)
+        kinds = tuple(t.kind for t in move.traffic)
+        rows.append(Resharding(what, line, move.source, move.target, kinds, nbytes, move.times, move.time_s))
+    return tuple(sorted(rows, key=lambda r: -r.time_s))
+
+
+def _why(
+    inputs: tuple[Argument, ...],
+    mesh: MeshShape,
+    layout: Layout,
+    solution: Solution,
+    alternatives: tuple[Alternative, ...],
+    pins: Mapping[int, Spec],
+    info: StepInfo,
+) -> tuple[str, ...]:
+    lines: list[str] = []
+    shape = "x".join(str(n) for _, n in mesh)
+    share = layout.traffic_s / layout.time_s if layout.time_s else 0.0
+    lines.append(f"chosen: mesh {shape}, {layout.time_s * 1e3:.4g} ms a step, {share:.0%} of it collectives")
+    fitting = [a for a in alternatives if "does not fit" not in a.note]
+    if fitting:
+        lines.append(f"next best: {fitting[0].name}, {fitting[0].time_s * 1e3:.4g} ms ({fitting[0].note})")
+    lines += [f"refused: {a.name}: {a.note}" for a in alternatives if "does not fit" in a.note]
+    lines += [f"pinned: {info.input_paths[i]}" for i in pins]
+    lines += _whole(inputs, mesh)
+    if solution.gap > 0:
+        lines.append(f"not proved optimal: {solution.gap:.2%} above the lower bound")
+    return tuple(lines)
+
+
+def _whole(inputs: tuple[Argument, ...], mesh: MeshShape) -> list[str]:
+    """Why large arguments, and batches, are not split."""
+    sizes = dict(mesh)
+    parts = axes_size(tuple(sizes), sizes)
+    lines: list[str] = []
+    for a in inputs:
+        if parts == 1 or spec_axes(a.spec) or not a.spec or (a.state and a.nbytes < LARGE_BYTES):
+            continue
+        shape = [int(n) for n in a.type[a.type.index("[") + 1 : -1].split(",") if n]
+        if max(shape, default=1) == 1:
+            continue
+        stuck = [f"dimension {d} of {n}" for d, n in enumerate(shape) if n > 1 and all(n % s for s in sizes.values() if s > 1)]
+        if len(stuck) == sum(n > 1 for n in shape):
+            lines.append(f"whole on every device: {a.path} {a.type}: {', '.join(stuck)} divides by no mesh axis {sizes}")
+        else:
+            also = f"; {', '.join(stuck)} divides by no mesh axis {sizes}" if stuck else ""
+            lines.append(f"whole on every device: {a.path} {a.type}: splitting it costs more than it saves{also}")
+    return lines

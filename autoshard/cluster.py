@@ -248,7 +248,7 @@ def axis_group(cluster: Cluster, mesh: MeshShape, axes: Sequence[str]) -> GroupL
     return _group_links(cluster, _nodes_of_groups(cluster, mesh, axes))
 
 
-def _nodes_of_groups(cluster: Cluster, mesh: MeshShape, axes: Sequence[str]) -> np.ndarray[Any, Any]:
+def _nodes_of_groups(cluster: Cluster, mesh: MeshShape, axes: Sequence[str]) -> np.ndarray[Any, np.dtype[Any]]:
     """For every group (row) and every node (column) how many members the group has there."""
     sizes = [n for _, n in mesh]
     outer = [i for i, (name, _) in enumerate(mesh) if name not in axes]
@@ -261,7 +261,7 @@ def _nodes_of_groups(cluster: Cluster, mesh: MeshShape, axes: Sequence[str]) -> 
     return counts.reshape(groups, len(cluster.nodes))
 
 
-def _group_links(cluster: Cluster, members: np.ndarray[Any, Any]) -> GroupLinks:
+def _group_links(cluster: Cluster, members: np.ndarray[Any, np.dtype[Any]]) -> GroupLinks:
     size = int(members[0].sum())
     spread = (members > 0).sum(axis=1)
     widest = members[spread == spread.max()]
@@ -314,7 +314,7 @@ def preset_cluster(text: str, count: int | None = None) -> Cluster:
 
 
 def _unknown_preset(text: str, name: str) -> ClusterError:
-    close = difflib.get_close_matches(name, DEVICE_PRESETS, 1, 0.5)
+    close = difflib.get_close_matches(name.lower(), DEVICE_PRESETS, 1, 0.5)
     suffix = text[len(name) :] if text.startswith(name) else ""
     hint = f"did you mean {close[0] + suffix!r}? Otherwise pass" if close else "pass"
     return ClusterError(

@@ -20,7 +20,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -50,11 +50,12 @@ SHORTEST_DOCUMENT = 32
 CORPUS_BYTES = 2_000_000
 
 TOLERANCE = 1e-3
-"""Largest relative difference of a loss. Measured between one device and 8 hand-sharded ones over the first 20 steps:
-1.7e-4 data parallel, 9e-5 tensor parallel, 1.4e-4 both (2 by 4), from the order of bfloat16 sums."""
+"""Largest relative difference of a loss over the first 20 steps. Measured between one device and 8 hand-sharded ones:
+1.1e-4 data parallel, 6e-5 two by four with tensor parallel, from the order of bfloat16 sums. Mistakes are well above:
+1.6e-2 where shards' means are averaged without their masks, 8e-3 without dropout, 1.2e-2 without clipping."""
 
 LOSS_SHARE = 0.75
-"""The mean of the last ten losses must be below this share of the first; after 80 steps it is near 0.5."""
+"""The mean of the last ten losses must be below this share of the first; after 80 steps it is near 0.54."""
 
 INITIALIZER = nnx.initializers.normal(0.02)
 
@@ -220,14 +221,13 @@ def batches(seed: int, config: GPTConfig = CONFIG, limit: int = CORPUS_BYTES) ->
     """
     generator = np.random.default_rng(seed)
     corpus = documents(limit)
-    lengths = np.array([len(document) for document in corpus])
-    shares = lengths / lengths.sum()
     context = config.context
     while True:
         window = np.zeros((config.batch, context + 1), np.int32)
         mask = np.zeros((config.batch, context), np.float32)
-        for row, chosen in enumerate(generator.choice(len(corpus), config.batch, p=shares)):
-            start = generator.integers(0, max(1, lengths[chosen] - context // 2))
+        # Each document is as likely as any other, so that short ones, and with them padding, are common.
+        for row, chosen in enumerate(generator.integers(0, len(corpus), config.batch)):
+            start = generator.integers(0, max(1, len(corpus[chosen]) - context // 2))
             text = corpus[chosen][start : start + context + 1]
             window[row, : len(text)] = text
             mask[row, : len(text) - 1] = 1.0
@@ -266,9 +266,7 @@ def run_demo(
             explain(f"compare={compare}, steps={steps}", "1 <= compare <= steps", "train more or compare less")
         )
     here = jax.devices()
-    console.print(
-        f"[bold]autoshard demo[/bold]: a byte-level GPT on {len(here)} {here[0].platform} devices", highlight=False
-    )
+    console.print(f"[bold]autoshard demo[/bold]: a byte-level GPT on {len(here)} {here[0].platform} devices")
     step = autoshard(devices=devices, **options)(train_step)
     key = jax.random.key(seed)
     source = batches(seed, config)
@@ -289,7 +287,7 @@ def run_demo(
 
 
 @contextlib.contextmanager
-def _timed(console: Console, what: str) -> Iterator[None]:
+def _timed(console: Console, what: str) -> Generator[None]:
     """A spinner while something runs, then a line with the time it took."""
     start_s = time.perf_counter()
     with console.status(f"{what} …"):
@@ -319,13 +317,13 @@ def _report(console: Console, plain: Sequence[float], sharded: Sequence[float], 
     table = Table(title="the same function: loss on one device and sharded")
     for heading in ("step", "plain", "sharded", "relative difference"):
         table.add_column(heading, justify="right")
-    worst = 0.0
+    differences: list[float] = []
     for number, (expected, given) in enumerate(zip(plain, sharded[: len(plain)], strict=True), 1):
         difference = abs(given - expected) / abs(expected)
-        # A NaN compares false with everything: it must not pass for small.
-        worst = difference if not difference <= worst else worst
+        differences.append(difference)
         table.add_row(str(number), f"{expected:.6f}", f"{given:.6f}", f"{difference:.1e}")
     console.print(table)
+    worst = float(np.max(differences))  # NaN if one of them is, and then not small
     agree = worst <= TOLERANCE
     _verdict(console, agree, f"largest relative difference {worst:.1e} (allowed {TOLERANCE:.0e})")
     last = float(np.mean(sharded[-10:]))

@@ -3,13 +3,13 @@
 jax 0.10.2 computes wrong values on CPU (jax-ml/jax#39103) and is refused at import.
 """
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ def source_line(source: Any) -> str:
 
 
 @contextlib.contextmanager
-def equation_context(source: Any, context: Any) -> Iterator[None]:
+def equation_context(source: Any, context: Any) -> Generator[None]:
     """Binds inside carry the equation's source and name stack, and run in its configuration."""
     stack = _source_info.current_name_stack() + source.name_stack
     manager = contextlib.nullcontext() if context is None else context.manager
@@ -187,7 +187,7 @@ def ambient_mesh() -> tuple[Any, Any]:
     from jax._src import mesh as _mesh
 
     abstract = _mesh.get_abstract_mesh()
-    concrete = _mesh.get_concrete_mesh()
+    concrete: Any = _mesh.get_concrete_mesh()
     if concrete is None or concrete.empty:
         concrete = _mesh.thread_resources.env.physical_mesh
     return abstract, (None if concrete.empty else concrete)

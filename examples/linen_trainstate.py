@@ -20,6 +20,8 @@ CLASSES = 4
 
 
 class Network(nn.Module):
+    """Two strided convolutions and two dense layers."""
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         for features in (16, 32):

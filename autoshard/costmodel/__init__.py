@@ -1,20 +1,30 @@
 """Roofline, collectives, fusion estimate; memory, simulator, calibration, learned model."""
 
-from . import linalg_rules as _linalg_rules  # registers rules
-from . import matrix_rules as _matrix_rules  # registers rules
-from . import stream_rules as _stream_rules  # registers rules
 from .collectives import COLLECTIVE_KINDS as COLLECTIVE_KINDS
 from .collectives import CollectiveKind as CollectiveKind
 from .collectives import collective_time_s as collective_time_s
 from .collectives import wire_bytes as wire_bytes
 from .cost import NO_COST as NO_COST
 from .cost import Cost as Cost
+from .fusion import FusionClass as FusionClass
+from .fusion import FusionEstimate as FusionEstimate
+from .fusion import fusible as fusible
+from .fusion import fusion_class as fusion_class
+from .fusion import fusion_estimate as fusion_estimate
+from .fusion import materialized as materialized
+from .linalg_rules import FFT_FLOPS as FFT_FLOPS
+from .liveness import Life as Life
+from .liveness import Lives as Lives
+from .liveness import find_lives as find_lives
+from .liveness import usage as usage
+from .matrix_rules import matmul_class as matmul_class
 from .roofline import equation_cost as equation_cost
 from .roofline import local_bytes as local_bytes
 from .roofline import local_work as local_work
 from .roofline import matrix_occupancy as matrix_occupancy
 from .roofline import time_s as time_s
 from .roofline import work_time_s as work_time_s
+from .stream_rules import RANDOM_FLOPS as RANDOM_FLOPS
 from .work import Matrix as Matrix
 from .work import Work as Work
 from .work import WorkKind as WorkKind

@@ -19,7 +19,7 @@ class Cost:
       time_s: time, where a device is known; 0 before.
     """
 
-    flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    flops: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     transcendentals: float = 0.0
     hbm_bytes: float = 0.0
     time_s: float = 0.0

@@ -23,7 +23,7 @@ COMPLEX_PRODUCT = 4
 
 ATTENTION_BACKWARD = 2.5
 """Flash attention's backward pass has five matrix products where the forward pass has two (Dao, "FlashAttention-2",
-2023, section 3.1)."""
+2023, section 4.1)."""
 
 
 def matmul_class(lhs: Any, rhs: Any, precision: Any) -> tuple[str, int]:
@@ -73,6 +73,10 @@ def _algorithm(precision: Any) -> tuple[str, int] | None:
     return name, passes
 
 
+def _extent(atom: Atom, dims: Sequence[int]) -> int:
+    return math.prod(atom.shape[int(d)] for d in dims)
+
+
 def _factor(*atoms: Atom) -> int:
     return COMPLEX_PRODUCT if any(jnp.issubdtype(atom.dtype, jnp.complexfloating) for atom in atoms) else 1
 
@@ -89,8 +93,8 @@ def _product(equation: Apply, matrix: Matrix, precision: Any, rhs: Atom, operati
 def _dot(equation: Apply) -> Work:
     lhs, rhs = equation.inputs[:2]
     (contract, _), (batch, _) = equation.params["dimension_numbers"]
-    k = math.prod(lhs.shape[d] for d in contract)
-    b = math.prod(lhs.shape[d] for d in batch)
+    k = _extent(lhs, contract)
+    b = _extent(lhs, batch)
     matrix = Matrix(b, _quotient(size_of(lhs), b * k), _quotient(size_of(rhs), b * k), k)
     return _product(equation, matrix, equation.params["precision"], rhs)
 
@@ -101,9 +105,9 @@ def _ragged_dot(equation: Apply) -> Work:
     lhs, rhs = equation.inputs[:2]
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contract, _), (batch, _) = numbers.dot_dimension_numbers
-    k = math.prod(lhs.shape[d] for d in contract)
-    b = math.prod(lhs.shape[d] for d in batch)
-    groups = math.prod(rhs.shape[d] for d in numbers.rhs_group_dimensions)
+    k = _extent(lhs, contract)
+    b = _extent(lhs, batch)
+    groups = _extent(rhs, numbers.rhs_group_dimensions)
     matrix = Matrix(b, _quotient(size_of(lhs), b * k), _quotient(size_of(rhs), b * k * groups), k)
     return _product(equation, matrix, equation.params["precision"], rhs)
 
@@ -113,9 +117,9 @@ def _scaled_dot(equation: Apply) -> Work:
     """Block-scaled product; the first two operands are [b, m, k] and [b, n, k], or as `dimension_numbers` say."""
     lhs, rhs = equation.inputs[:2]
     numbers = equation.params.get("dimension_numbers")
-    (contract, _), (batch, _) = numbers if numbers else (((lhs.aval.ndim - 1,), ()), ((0,), ()))
-    k = math.prod(lhs.shape[d] for d in contract)
-    b = math.prod(lhs.shape[d] for d in batch)
+    (contract, _), (batch, _) = numbers if numbers else (((len(lhs.shape) - 1,), ()), ((0,), ()))
+    k = _extent(lhs, contract)
+    b = _extent(lhs, batch)
     matrix = Matrix(b, _quotient(size_of(lhs), b * k), _quotient(size_of(rhs), b * k), k)
     return _product(equation, matrix, None, rhs)
 
@@ -136,17 +140,17 @@ def _conv(equation: Apply) -> Work:
         zip(spec.lhs_spec[2:], spec.rhs_spec[2:], spec.out_spec[2:], strict=True)
     ):
         pairs *= valid_pairs(
-            lhs.shape[d_lhs],
-            rhs.shape[d_rhs],
-            out.shape[d_out],
+            lhs.shape[int(d_lhs)],
+            rhs.shape[int(d_rhs)],
+            out.shape[int(d_out)],
             params["window_strides"][i],
             params["padding"][i][0],
             params["lhs_dilation"][i],
             params["rhs_dilation"][i],
         )
-        taps *= rhs.shape[d_rhs]
-    batch, features = out.shape[spec.out_spec[0]], out.shape[spec.out_spec[1]]
-    inputs = rhs.shape[spec.rhs_spec[1]]  # input features of one group
+        taps *= rhs.shape[int(d_rhs)]
+    batch, features = _extent(out, spec.out_spec[:1]), _extent(out, spec.out_spec[1:2])
+    inputs = _extent(rhs, spec.rhs_spec[1:2])  # input features of one group
     # Of a batch-grouped convolution (the kernel's gradient of a grouped one) each group sees its part of the batch;
     # the output's batch is that part already.
     groups = int(params["feature_group_count"]) * int(params["batch_group_count"])
@@ -194,6 +198,4 @@ def _attention_work(equation: Apply, query: Sequence[int], key: Sequence[int], t
     matrix = Matrix(batch * heads, rows, columns, width)
     work = _product(equation, matrix, None, equation.inputs[1], times * 4 * batch * heads * rows * columns * width)
     logs = times * batch * heads * rows * columns  # the softmax's exponentials
-    return Work(
-        work.kind, work.flops, work.flops_class, logs, work.operand_bytes, work.result_bytes, work.matrix
-    )
+    return Work(work.kind, work.flops, work.flops_class, logs, work.operand_bytes, work.result_bytes, work.matrix)

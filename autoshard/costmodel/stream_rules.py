@@ -132,7 +132,7 @@ def _sort(equation: Apply) -> Work:
     """Comparisons of a sorting network, log2(d) (log2(d) + 1) / 2 an element (Batcher, 1968); of top_k log2(k)."""
     operand = equation.inputs[0]
     if equation.name == "sort":
-        stages = math.log2(max(operand.shape[equation.params["dimension"]], 2))
+        stages = math.log2(max(operand.shape[int(equation.params["dimension"])], 2))
         comparisons = stages * (stages + 1) / 2
     else:
         comparisons = math.log2(max(int(equation.params.get("k", 2)), 2))
@@ -185,24 +185,24 @@ def _widest_class(equation: Apply) -> str:
 
 @work_rule(*CALLS)
 def _call(equation: Apply) -> Work:
-    """Operations of the body, bytes of operands and results. Bodies of shard_map run once on each device of its mesh."""
+    """Operations of the body, bytes of operands and results. A shard_map's body runs on each device of its mesh."""
     times = _manual_devices(equation.params) if equation.name == "shard_map" else 1
-    return _body_work(equation, (equation.params[CALLS[equation.name]],), times)
+    body = next(equation.params[name] for name in CALLS[equation.name] if name in equation.params)
+    return _body_work(equation, body, times)
 
 
 @work_rule("custom_linear_solve")
 def _linear_solve(equation: Apply) -> Work:
-    return _body_work(equation, (equation.params["jaxprs"].solve,), 1)
+    return _body_work(equation, equation.params["jaxprs"].solve, 1)
 
 
-def _body_work(equation: Apply, bodies: tuple[Any, ...], times: int) -> Work:
+def _body_work(equation: Apply, body: Any, times: int) -> Work:
     flops: dict[str, float] = {}
     transcendentals = 0.0
-    for body in bodies:
-        for inner, repeats in from_jaxpr(body).walk():
-            work = equation_work(inner)
-            flops[work.flops_class] = flops.get(work.flops_class, 0.0) + work.flops * repeats * times
-            transcendentals += work.transcendentals * repeats * times
+    for inner, repeats in from_jaxpr(body).walk():
+        work = equation_work(inner)
+        flops[work.flops_class] = flops.get(work.flops_class, 0.0) + work.flops * repeats * times
+        transcendentals += work.transcendentals * repeats * times
     flops_class = max(flops, key=lambda name: flops[name], default="f32")
     return make_work(equation, WorkKind.OPAQUE, sum(flops.values()), transcendentals, flops_class)
 

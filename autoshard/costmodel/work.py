@@ -16,11 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
 import jax.numpy as jnp
 
 from autoshard.errors import UnknownPrimitiveError, explain
-from autoshard.ir import Apply, Atom, Equation, Literal, Reshard, aval_bytes
+from autoshard.ir import Apply, Atom, Equation, Literal, Reshard
 
 
 @final
@@ -138,7 +137,7 @@ def size_of(atom: Atom) -> int:
 
 def bytes_of(atom: Atom) -> float:
     """Bytes of a value; a literal is part of the code."""
-    return 0.0 if isinstance(atom, Literal) else float(aval_bytes(atom.aval))
+    return 0.0 if isinstance(atom, Literal) else float(atom.nbytes)
 
 
 def make_work(
@@ -178,4 +177,4 @@ def vector_class(equation: Apply) -> str:
 
 def is_double(dtype: Any) -> bool:
     """Whether arithmetic in the dtype needs 64-bit floats."""
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype in (jnp.float64, jnp.complex128)
+    return dtype in (jnp.float64, jnp.complex128)

@@ -11,8 +11,8 @@
     flops_per_s = { bf16 = 312e12, f32 = 19.5e12 }
     memory_bytes = 40e9
     memory_bytes_per_s = 1555e9
-    # may be left out: name (the table's), l2_bytes, reduce_scatter, kernel_launch_s, collective_launch_s, matmul_efficiency,
-    # memory_efficiency, and a table [devices.small.target] for XLA's deviceless GPU compiler
+    # may be left out: name (the table's), l2_bytes, reduce_scatter, kernel_launch_s, collective_launch_s,
+    # matmul_efficiency, memory_efficiency, and a table [devices.small.target] for XLA's deviceless GPU compiler
 
     [links.nvlink]                  # bandwidth per device and direction
     bytes_per_s = 450e9
@@ -37,6 +37,8 @@
     [network]                       # needed for more than one node
     link = "infiniband"
     shared = false                  # true: the bandwidth is the whole node's, not each device's; may be left out
+
+Units are bytes, seconds and operations a second; 80e9 and 80_000_000_000 are the same.
 """
 
 from __future__ import annotations
@@ -53,19 +55,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 from autoshard.errors import ClusterError, explain
-from autoshard.hardware.device import FLOPS_CLASSES, DeviceKind, DeviceSpec, GpuTarget, Link, Node
+from autoshard.hardware.device import FLOPS_CLASSES, DeviceSpec, GpuTarget, Link, Node
 from autoshard.hardware.presets import DEVICE_PRESETS, default_link
 
 T = TypeVar("T")
 
 _REQUIRED_FIGURES = ("memory_bytes", "memory_bytes_per_s")
-_OPTIONAL_FIGURES = (
-    "l2_bytes",
-    "kernel_launch_s",
-    "collective_launch_s",
-    "matmul_efficiency",
-    "memory_efficiency",
-)
+_OPTIONAL_FIGURES = ("l2_bytes", "kernel_launch_s", "collective_launch_s", "matmul_efficiency", "memory_efficiency")
 _BYTE_COUNTS = ("memory_bytes", "l2_bytes")
 _MAY_BE_ZERO = ("l2_bytes", "kernel_launch_s", "collective_launch_s", "latency_s")
 
@@ -220,7 +216,7 @@ def _device(name: str, table: _Table) -> DeviceSpec:
         raise table.fail("flops_per_s has no f32", "the vector unit's f32 rate, always", "add f32 to flops_per_s")
     given.setdefault("reduce_scatter", kind != "cpu")
     label = table.text("name") if table.has("name") else name
-    return DeviceSpec(name=label, kind=cast("DeviceKind", kind), **given)
+    return DeviceSpec(name=label, kind=kind, **given)
 
 
 def _target(table: _Table) -> GpuTarget:
@@ -249,12 +245,12 @@ def _capability(table: _Table) -> tuple[int, int]:
 
 def _nodes(top: _Table, devices: Mapping[str, DeviceSpec], links: Mapping[str, Link]) -> tuple[Node, ...]:
     rows = top.need("nodes")
-    if not isinstance(rows, list) or not rows:
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in cast("list[Any]", rows))):
         raise top.fail("no [[nodes]]", "at least one node", 'add [[nodes]] with device = "..." and count = ...')
     known = {**{name: preset.device for name, preset in DEVICE_PRESETS.items()}, **devices}
     nodes: list[Node] = []
     for index, row in enumerate(cast("list[Any]", rows)):
-        table = _Table(top.file, f"[[nodes]] number {index + 1}", row if isinstance(row, dict) else {})
+        table = _Table(top.file, f"[[nodes]] number {index + 1}", cast("dict[str, Any]", row))
         table.only("device", "count", "link", "repeat")
         device = _pick(table, "device", known, "devices")
         repeat = table.integer("repeat") if table.has("repeat") else 1
@@ -263,7 +259,7 @@ def _nodes(top: _Table, devices: Mapping[str, DeviceSpec], links: Mapping[str, L
         elif device.name in DEVICE_PRESETS:
             link = default_link(device)
         else:
-            raise table.fail("'link' is missing", "what joins the devices of the node", "add link = ... and [links.NAME]")
+            raise table.fail("'link' is missing", "what joins devices of the node", "add link = ... and [links.NAME]")
         nodes.extend([Node(device, table.integer("count"), link)] * repeat)
     return tuple(nodes)
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
 
@@ -51,7 +51,7 @@ def detect_nodes(devices: Sequence[Any] | None = None) -> tuple[tuple[Node, ...]
     Raises:
       ClusterError: a device nobody knows.
     """
-    found = list(jax.devices() if devices is None else devices)
+    found = cast("Sequence[Any]", jax.devices() if devices is None else devices)  # pyright: ignore[reportUnknownMemberType]
     hosts: dict[Any, list[Any]] = {}
     for device in found:
         hosts.setdefault(_host(device), []).append(device)
@@ -96,7 +96,7 @@ def _with_memory(spec: DeviceSpec, members: Sequence[Any]) -> DeviceSpec:
 
 def _memory_stats(device: Any) -> Mapping[str, int]:
     """What the allocator says; nothing for devices of other processes."""
-    if device.process_index != jax.process_index():
+    if device.process_index != jax.process_index():  # pyright: ignore[reportUnknownMemberType]
         return {}
     return device.memory_stats() or {}
 

@@ -25,6 +25,7 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
@@ -72,7 +73,16 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Graph:
                 "return values instead of storing them outside the step",
             )
         ) from error
-    return from_jaxpr(closed)
+    graph = from_jaxpr(closed)
+    if any(isinstance(const, jax.core.Tracer) for _, const in graph.constants):
+        raise TraceError(
+            explain(
+                "the step uses a traced value kept from an earlier trace (a leaked tracer)",
+                "a step that reads arrays only from its arguments and from concrete arrays outside",
+                "return values instead of storing them outside the step; jax.checking_leaks() finds where it leaked",
+            )
+        )
+    return graph
 
 
 def from_jaxpr(closed: Any) -> Graph:

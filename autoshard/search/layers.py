@@ -25,11 +25,14 @@ class Kinds:
 
     Attributes:
       kind: for each op the number of its kind.
-      members: for each kind its ops, in order; the first one stands for all.
+      members: for each kind its ops, in order; the first one stands for all in what they do themselves.
+      makers: ops of one kind whose results go to the same kinds, by one of them and their number; what their
+        results cost to reshard is the same.
     """
 
     kind: tuple[int, ...]
     members: tuple[tuple[Op, ...], ...]
+    makers: tuple[tuple[Op, int], ...]
 
 
 def find_kinds(ops: Ops, roots: list[Op], pins: Mapping[Value, Spec], tie: bool = True) -> Kinds:
@@ -42,14 +45,28 @@ def find_kinds(ops: Ops, roots: list[Op], pins: Mapping[Value, Spec], tie: bool 
       tie: False gives every op its own kind.
     """
     if not tie:
-        return Kinds(tuple(range(len(ops.ops))), tuple((op,) for op in ops.ops))
+        return Kinds(tuple(range(len(ops.ops))), tuple((op,) for op in ops.ops), tuple((op, 1) for op in ops.ops))
     colours = _refine(ops, [_look(op, pins) for op in ops.ops])
     table: dict[Hashable, int] = {}
     kind = [_number(table, (colours[op.index], colours[roots[op.index].index])) for op in ops.ops]
     members: list[list[Op]] = [[] for _ in table]
     for op in ops.ops:
         members[kind[op.index]].append(op)
-    return Kinds(tuple(kind), tuple(tuple(group) for group in members))
+    return Kinds(tuple(kind), tuple(tuple(group) for group in members), _makers(ops, kind))
+
+
+def _makers(ops: Ops, kind: list[int]) -> tuple[tuple[Op, int], ...]:
+    """Ops by their own kind and those of their readers."""
+    groups: dict[Hashable, list[Op]] = {}
+    for op in ops.ops:
+        goes: list[Hashable] = [kind[op.index]]
+        for value in op.results:
+            if sized(value):
+                readers = {(kind[reader.index], k) for reader, k in ops.readers.get(value, ())}
+                tied = {(kind[ops.maker[target][0].index], -1) for target in ops.tied.get(value, ())}
+                goes.append(tuple(sorted(readers | tied)))
+        groups.setdefault(tuple(goes), []).append(op)
+    return tuple((group[0], len(group)) for group in groups.values())
 
 
 def _look(op: Op, pins: Mapping[Value, Spec]) -> Hashable:

@@ -1,8 +1,9 @@
-"""From ops to a sharding problem, and from its answer to the sharding of every value.
+"""From ops to a sharding problem.
 
 Variables are kinds of leaders; a kind's choices and costs are worked out once, on its first member, and counted as often
-as it has members. An answer is then carried out op by op and costed exactly, with each resharding of a value to a
-spec paid once, however many readers want it (XLA merges equal reshardings).
+as it has members. Between two variables a resharding of a value to a spec is paid once, however many readers want it;
+readers of different variables each pay in the problem, but not in the estimate that answers are compared by, since XLA
+merges equal reshardings.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoshard.search.choices import Choice, choice_of, follow, leader_choices
 from autoshard.search.clusters import Follow, find_parents, find_roots
 from autoshard.search.layers import Kinds, find_kinds
 from autoshard.search.ops import Op, OpKind, Ops, sized
-from autoshard.search.pricing import Pricer, Traffic
+from autoshard.search.pricing import Pricer
 from autoshard.search.problem import Edge, Floats, Problem
 
 Restriction = Callable[[Op, Choice], bool]
@@ -137,10 +138,10 @@ def build_problem(model: Model, pricer: Pricer) -> Problem:
     costs: list[Floats] = [np.zeros(len(model.choices[k])) for k in model.leaders]
     edges: dict[Edge, Floats] = {}
     for k, group in enumerate(model.kinds.members):
-        op = group[0]
+        costs[model.variable[k]] += len(group) * group[0].times * _unary(group[0], model.choices[k], pricer)
+    for op, weight in model.kinds.makers:
+        k = model.kinds.kind[op.index]
         own = model.variable[k]
-        weight = len(group)
-        costs[own] += weight * op.times * _unary(op, model.choices[k], pricer)
         for r, value in enumerate(op.results):
             if not sized(value):
                 continue
@@ -196,100 +197,3 @@ def _edge(value: Value, specs: list[Spec], wanted: list[tuple[Spec, ...]], price
     targets = {w: j for j, w in enumerate(dict.fromkeys(wanted))}
     table = np.array([[sum(pricer.reshard(value, s, t)[1] for t in w) for w in targets] for s in sources])
     return table[np.ix_([sources[s] for s in specs], [targets[w] for w in wanted])]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A resharding point.
-
-    Attributes:
-      value: what moves.
-      source, target: specs before and after.
-      traffic: collectives of one move.
-      times: moves a step.
-      time_s: seconds a step.
-    """
-
-    value: Value
-    source: Spec
-    target: Spec
-    traffic: tuple[Traffic, ...]
-    times: int
-    time_s: float
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """The sharding of everything.
-
-    Attributes:
-      choice: for each op what it does.
-      spec: for each value its sharding.
-      moves: all resharding points.
-      sums: collectives that combine partial results, with how often they run.
-      compute_s: seconds of compute a step.
-      traffic_s: seconds of collectives a step.
-    """
-
-    choice: tuple[Choice, ...]
-    spec: Mapping[Value, Spec]
-    moves: tuple[Move, ...]
-    sums: tuple[tuple[Op, Traffic, int], ...]
-    compute_s: float
-    traffic_s: float
-
-    @property
-    def time_s(self) -> float:
-        """Estimated step time, compute and collectives one after the other."""
-        return self.compute_s + self.traffic_s
-
-
-def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
-    """Carries an answer out, op by op, and costs it exactly."""
-    sizes = pricer.sizes
-    cache: dict[object, Choice] = {}
-    picked: list[Choice | None] = [None] * len(model.ops.ops)
-    for op in model.ops.ops:
-        stack = [op]
-        while stack:
-            top = stack[-1]
-            if picked[top.index] is not None:
-                stack.pop()
-                continue
-            parent = model.parents[top.index]
-            if parent is None:
-                kind = model.kinds.kind[top.index]
-                picked[top.index] = model.choices[kind][answer[model.variable[kind]]]
-                continue
-            above = picked[parent.op.index]
-            if above is None:
-                stack.append(parent.op)
-                continue
-            picked[top.index] = _follow(top, parent, above, sizes, cache)
-    choices = tuple(c for c in picked if c is not None)
-    spec = {v: s for op, c in zip(model.ops.ops, choices, strict=True) for v, s in zip(op.results, c.results, strict=True)}
-    return _cost(model, choices, spec, pricer)
-
-
-def _cost(model: Model, choices: tuple[Choice, ...], spec: dict[Value, Spec], pricer: Pricer) -> Layout:
-    compute = traffic = 0.0
-    sums: list[tuple[Op, Traffic, int]] = []
-    moves: list[Move] = []
-    for op, choice in zip(model.ops.ops, choices, strict=True):
-        compute += op.times * pricer.compute_s(op, choice)
-        for t in pricer.sums(op, choice):
-            sums.append((op, t, op.times))
-            traffic += op.times * pricer.traffic_s(t)
-        for value in op.results:
-            if not sized(value):
-                continue
-            wanted = [choices[reader.index].operands[k] for reader, k in model.ops.readers.get(value, ())]
-            wanted += [spec[target] for target in model.ops.tied.get(value, ())]
-            for target in dict.fromkeys(wanted):
-                if target != spec[value]:
-                    path, seconds = pricer.reshard(value, spec[value], target)
-                    moves.append(Move(value, spec[value], target, path, op.times, op.times * seconds))
-                    traffic += op.times * seconds
-    return Layout(choices, spec, tuple(moves), tuple(sums), compute, traffic)

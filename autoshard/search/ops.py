@@ -6,7 +6,7 @@
 
 A scan of length n runs its body's ops n times. Its operands enter the body through ops of their own: constants and carries
 keep their dimensions, scanned values lose the first one, which must be whole. Carries are tied: what a body returns
-is laid out like what it takes.
+is laid out like what it takes. Equations on scalars alone are left out.
 """
 
 from __future__ import annotations
@@ -192,9 +192,11 @@ class _Builder:
                     self._while(equation, times)
                 case "cond":
                     self._cond(equation, times)
-                case _:
+                case _ if any(sized(atom) for atom in (*equation.inputs, *equation.outputs)):
                     rule = factor_rule(equation)
                     self.add(OpKind.APPLY, rule, equation.inputs, equation.outputs, equation, times)
+                case _:
+                    continue
 
     def _enter(self, equation: Apply, position: int, inner: Value, times: int) -> None:
         outer = equation.inputs[position]
@@ -271,4 +273,4 @@ def _flip(rule: FactorRule) -> FactorRule:
 
 def sized(atom: Any) -> bool:
     """Whether a value is worth a sharding: an array with a dimension greater than 1."""
-    return isinstance(atom, Value) and any(n > 1 for n in atom.shape)
+    return isinstance(atom, Value) and bool(atom.shape) and max(atom.shape) > 1

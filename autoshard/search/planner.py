@@ -17,9 +17,10 @@ from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
 from autoshard.passes import DuplicateCheap, run_passes
 from autoshard.plan import Alternative, Memory, Plan
-from autoshard.search.memory_rows import layout_usage, peak_times, with_memory
+from autoshard.search.layout import Layout, estimate, lay_out
+from autoshard.search.memory_rows import MemoryTable, memory_table, peak_times
 from autoshard.search.meshes import candidate_meshes
-from autoshard.search.model import Layout, Model, build_model, build_problem, lay_out
+from autoshard.search.model import Model, build_model, build_problem
 from autoshard.search.ops import Ops, list_ops
 from autoshard.search.pricing import Pricer, Traffic
 from autoshard.search.problem import Problem, Solution
@@ -46,13 +47,14 @@ class Task:
     """What every mesh is planned for.
 
     Attributes:
-      graph: the prepared graph; ops: its ops; lives: what is in memory when.
+      graph: the prepared graph; ops: its ops; written: values that go through memory; lives: when.
       info: names and roles; state: values of state arguments; pins: fixed specs.
       limit: most bytes on a device.
     """
 
     graph: Graph
     ops: Ops
+    written: frozenset[Value]
     lives: Lives
     info: StepInfo
     state: frozenset[Value]
@@ -62,22 +64,38 @@ class Task:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
+class Ground:
+    """What all answers on one mesh share.
+
+    Attributes:
+      mesh: axes and sizes.
+      pricer: costs; model: choices; memory: bytes by choice.
+    """
+
+    mesh: MeshShape
+    pricer: Pricer
+    model: Model
+    memory: MemoryTable
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """One answer on one mesh.
 
     Attributes:
       name: "search" or the template's.
-      mesh: axes and sizes.
-      solution: of the solver; layout: carried out; memory: estimated.
-      traffic_s: seconds of each collective.
+      ground: what it was found on.
+      solution: of the solver.
+      time_s: estimated step time.
+      peak_bytes: estimated peak on one device.
     """
 
     name: str
-    mesh: MeshShape
+    ground: Ground
     solution: Solution
-    layout: Layout
-    memory: Memory
-    traffic_s: Mapping[Traffic, float]
+    time_s: float
+    peak_bytes: int
 
 
 def prepare(graph: Graph, on_event: OnEvent | None = None) -> Graph:
@@ -128,13 +146,25 @@ def make_plan(
     for shape in meshes:
         tell("mesh", shape)
         found += plan_mesh(task, cluster, shape, budget_s=budget, seed=seed, tie=tie, tell=tell)
-    fitting = [c for c in found if c.memory.peak_bytes <= limit]
+    fitting = [c for c in found if c.peak_bytes <= limit]
     if not fitting:
         raise InfeasibleError(_does_not_fit(found, limit, cluster))
-    best = min(fitting, key=lambda c: (c.layout.time_s, c.memory.peak_bytes, c.name != "search"))
+    best = min(fitting, key=lambda c: (c.time_s, c.peak_bytes, c.name != "search"))
+    ground = best.ground
+    layout = lay_out(ground.model, best.solution.choice, ground.pricer)
     plan = record_plan(
-        task.graph, task.ops, info, cluster, best.mesh, best.layout, best.memory, limit, best.solution,
-        tuple(_alternatives(found, best, limit)), pins, best.traffic_s,
+        task.graph,
+        task.ops,
+        info,
+        cluster,
+        ground.mesh,
+        layout,
+        _memory(task, layout, best.peak_bytes, ground.pricer),
+        limit,
+        best.solution,
+        tuple(_alternatives(found, best, limit)),
+        pins,
+        ground.pricer.times(),
     )
     tell("plan", plan)
     return plan
@@ -145,9 +175,9 @@ def plan_mesh(
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
-    written = materialized(task.graph)
-    pricer = Pricer(cluster, mesh, written.__contains__)
+    pricer = Pricer(cluster, mesh, task.written.__contains__)
     model = build_model(task.ops, mesh, task.pins, tie)
+    ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)
     tell("problem", f"{len(problem.costs)} decisions, {sum(len(c) for c in problem.costs)} choices")
     found: list[Candidate] = []
@@ -156,51 +186,49 @@ def plan_mesh(
         if narrow is None:
             continue
         left = max(deadline - time.monotonic(), 0.1)
-        candidate = _search(task, template.name, mesh, narrow, model, pricer, left / 6, seed, ())
+        candidate = _search(task, template.name, ground, narrow, left / 6, seed, (), 1)
         if candidate is not None:
             found.append(candidate)
-            tell("template", f"{template.name}: {candidate.layout.time_s:.3e} s")
+            tell("template", f"{template.name}: {candidate.time_s:.3e} s")
     starts = tuple(c.solution.choice for c in found)
     left = max(deadline - time.monotonic(), 1.0)
-    candidate = _search(task, "search", mesh, problem, model, pricer, left, seed, starts)
+    candidate = _search(task, "search", ground, problem, left, seed, starts, MEMORY_ROUNDS)
     if candidate is not None:
         found.insert(0, candidate)
-        tell("search", f"{candidate.layout.time_s:.3e} s, {candidate.solution.result.value}")
+        tell("search", f"{candidate.time_s:.3e} s, {candidate.solution.result.value}")
     return found
 
 
 def _search(
     task: Task,
     name: str,
-    mesh: MeshShape,
+    ground: Ground,
     problem: Problem,
-    model: Model,
-    pricer: Pricer,
     budget_s: float,
     seed: int,
     starts: tuple[tuple[int, ...], ...],
+    rounds: int,
 ) -> Candidate | None:
-    """Solves, carries out, and adds memory rows where the answer does not fit, until it does or nothing changes."""
+    """Solves, and adds memory rows where the answer does not fit, until it does or nothing changes."""
     times: set[int] = set()
     deadline = time.monotonic() + budget_s
     best: Candidate | None = None
-    for _ in range(MEMORY_ROUNDS):
+    for _ in range(rounds):
         solution = solve(problem, budget_s=max(deadline - time.monotonic(), 0.5), seed=seed, starts=starts)
         if not solution.choice:
             break
-        layout = lay_out(model, solution.choice, pricer)
-        curve = layout_usage(task.lives, layout, pricer.sizes)
-        memory = _memory(task, layout, int(curve.max(initial=0)), pricer)
-        candidate = Candidate(name, mesh, solution, layout, memory, pricer.times())
-        if best is None or candidate.memory.peak_bytes < best.memory.peak_bytes:
+        curve = ground.memory.curve(solution.choice)
+        peak = int(curve.max(initial=0))
+        candidate = Candidate(name, ground, solution, estimate(ground.model, solution.choice, ground.pricer), peak)
+        if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
-        if candidate.memory.peak_bytes <= task.limit:
+        if candidate.peak_bytes <= task.limit:
             return candidate
         fresh = set(peak_times(curve, MEMORY_ROWS)) - times
         if not fresh or time.monotonic() > deadline:
             break
         times |= fresh
-        problem = with_memory(problem, model, task.lives, sorted(times), pricer.sizes, float(task.limit))
+        problem = ground.memory.constrain(problem, sorted(times), float(task.limit))
     return best
 
 
@@ -208,7 +236,7 @@ def _memory(task: Task, layout: Layout, peak: int, pricer: Pricer) -> Memory:
     """The estimated peak by parts."""
 
     def part(values: frozenset[Value]) -> int:
-        return sum(local_bytes(v.aval, layout.spec[v], pricer.sizes) for v in values)
+        return sum(local_bytes(v.aval, layout.spec[v], pricer.sizes) for v in values if v in layout.spec)
 
     state = part(task.state)
     inputs = part(task.lives.inputs - task.state)
@@ -220,9 +248,11 @@ def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int) ->
     ops = list_ops(graph, info.pairs)
     donated = set(info.donated)
     reused = [o for i, o in info.pairs if i in donated]
-    lives = find_lives(graph, reused, materialized(graph).__contains__)
+    written = materialized(graph)
+    lives = find_lives(graph, reused, written.__contains__)
     state = frozenset(graph.inputs[i] for i, _ in info.pairs)
-    return Task(graph, ops, lives, info, state, {graph.inputs[i]: spec for i, spec in pins.items()}, limit)
+    fixed = {graph.inputs[i]: spec for i, spec in pins.items()}
+    return Task(graph, ops, written, lives, info, state, fixed, limit)
 
 
 def _check_mesh(mesh: MeshShape, cluster: Cluster) -> None:
@@ -239,18 +269,18 @@ def _check_mesh(mesh: MeshShape, cluster: Cluster) -> None:
 def _alternatives(found: list[Candidate], best: Candidate, limit: int) -> list[Alternative]:
     """All other answers, best first, with the reason each was not taken."""
     rows: list[Alternative] = []
-    for c in sorted(found, key=lambda c: c.layout.time_s):
+    for c in sorted(found, key=lambda c: c.time_s):
         if c is best:
             continue
-        shape = "x".join(str(n) for _, n in c.mesh)
+        shape = "x".join(str(n) for _, n in c.ground.mesh)
         name = f"{c.name}, mesh {shape}"
-        if c.memory.peak_bytes > limit:
-            note = f"does not fit: {c.memory.peak_bytes / 2**30:.2f} GiB of {limit / 2**30:.2f}"
-        elif best.layout.time_s > 0:
-            note = f"{c.layout.time_s / best.layout.time_s:.2f}x the time"
+        if c.peak_bytes > limit:
+            note = f"does not fit: {c.peak_bytes / 2**30:.2f} GiB of {limit / 2**30:.2f}"
+        elif best.time_s > 0:
+            note = f"{c.time_s / best.time_s:.2f}x the time"
         else:
             note = "no faster"
-        rows.append(Alternative(name, c.layout.time_s, c.memory.peak_bytes, note))
+        rows.append(Alternative(name, c.time_s, c.peak_bytes, note))
     return rows
 
 
@@ -261,11 +291,11 @@ def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster) -> str:
             "pins that leave every argument a sharding",
             "remove a pin or raise memory_limit",
         )
-    least = min(found, key=lambda c: c.memory.peak_bytes)
-    need = least.memory.peak_bytes
+    least = min(found, key=lambda c: c.peak_bytes)
+    need = least.peak_bytes
     return explain(
         f"the step needs at least about {need / 2**30:.3f} GiB on each device of {cluster.name} "
-        f"({least.name}, mesh {dict(least.mesh)}), the limit is {limit / 2**30:.3f} GiB",
+        f"({least.name}, mesh {dict(least.ground.mesh)}), the limit is {limit / 2**30:.3f} GiB",
         "a plan whose peak memory is within the limit",
         "use more devices or devices with more memory, a smaller batch, or jax.checkpoint on the layers",
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.cluster import Cluster, axis_group
-from autoshard.costmodel import Work, collective_time_s, equation_work, reshard_collectives, work_time_s
-from autoshard.ir import MeshShape, Spec, Value, axes_size, local_bytes
+from autoshard.costmodel import CollectiveKind, Work, collective_time_s, equation_work, reshard_collectives, work_time_s
+from autoshard.ir import MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
 from autoshard.search.choices import Choice
 from autoshard.search.ops import Op, OpKind
 
@@ -23,7 +23,7 @@ class Traffic:
       axes: mesh axes it runs over.
     """
 
-    kind: str
+    kind: CollectiveKind
     nbytes: int
     axes: tuple[str, ...]
 
@@ -54,7 +54,8 @@ class Pricer:
         if traffic not in self._times:
             if traffic.axes not in self._groups:
                 self._groups[traffic.axes] = axis_group(self.cluster, self.mesh, traffic.axes)
-            self._times[traffic] = collective_time_s(traffic.kind, traffic.nbytes, self._groups[traffic.axes])
+            seconds = collective_time_s(traffic.kind, traffic.nbytes, self._groups[traffic.axes])
+            self._times[traffic] = seconds + self._device.collective_launch_s
         return self._times[traffic]
 
     def times(self) -> dict[Traffic, float]:
@@ -93,15 +94,16 @@ class Pricer:
         if op.index not in self._work:
             self._work[op.index] = equation_work(op.equation)
         work = self._work[op.index]
-        moved = 0
-        for atom, spec in zip(op.operands, choice.operands, strict=True):
+        moved = 0.0
+        for k, (atom, spec) in enumerate(zip(op.operands, choice.operands, strict=True)):
             if isinstance(atom, Value) and self._materialized(atom):
-                moved += local_bytes(atom.aval, spec, self.sizes)
-        for value, spec in zip(op.results, choice.results, strict=True):
+                moved += work.operand_bytes[k] / axes_size(spec_axes(spec), self.sizes)
+        for k, (value, spec) in enumerate(zip(op.results, choice.results, strict=True)):
             if self._materialized(value):
-                moved += local_bytes(value.aval, spec, self.sizes)
+                moved += work.result_bytes[k] / axes_size(spec_axes(spec), self.sizes)
         share = 1.0 / axes_size(choice.split_axes, self.sizes)
-        return work_time_s(work, share, moved, self._device)
+        fused = not any(self._materialized(value) for value in op.results)
+        return work_time_s(work, share, moved, self._device, fused=fused)
 
 
 def _count(shape: tuple[int, ...]) -> int:

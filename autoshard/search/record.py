@@ -31,7 +31,7 @@ from autoshard.plan import (
     graph_outputs,
     graph_values,
 )
-from autoshard.search.model import Layout
+from autoshard.search.layout import Layout
 from autoshard.search.ops import OpKind, Ops, sized, splittable
 from autoshard.search.pricing import Traffic
 from autoshard.search.problem import Solution

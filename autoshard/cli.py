@@ -1,0 +1,219 @@
+"""The command line: `autoshard demo | plan | explain | diff | compile | bench`."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from autoshard.api import Step, autoshard
+from autoshard.errors import ArgumentError, AutoshardError, PlanError, explain
+from autoshard.ir import print_spec
+from autoshard.load import load_step
+from autoshard.plan import Plan
+from autoshard.show import plan_view, seconds, size_text
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans how to spread a JAX train step over devices.")
+bench = typer.Typer(no_args_is_help=True, help="Measures.")
+app.add_typer(bench, name="bench")
+console = Console()
+errors = Console(stderr=True)
+
+Target = Annotated[str, typer.Argument(help="file.py:step or package.module:step", metavar="FILE:STEP")]
+Inputs = Annotated[str, typer.Option(help="name, in the same file, of the step's arguments")]
+Devices = Annotated[str, typer.Option(help="preset such as h100x8, cluster file (.toml), or auto")]
+MeshText = Annotated[str, typer.Option("--mesh", help="mesh sizes such as 2,4; chosen if left out")]
+Limit = Annotated[str, typer.Option(help="most memory a device may hold, such as 24GiB")]
+Budget = Annotated[float, typer.Option(help="seconds for the search")]
+DumpDir = Annotated[str, typer.Option(help="folder for the program after every pass")]
+
+
+@app.command()
+def demo() -> None:
+    """Trains a GPT on the standard library's source, sharded, and compares with one device."""
+    from autoshard.demo import main as run
+
+    raise typer.Exit(run())
+
+
+@app.command()
+def plan(
+    target: Target,
+    inputs: Inputs = "inputs",
+    devices: Devices = "auto",
+    mesh: MeshText = "",
+    memory_limit: Limit = "",
+    budget: Budget = 0.0,
+    output: Annotated[str, typer.Option("--output", "-o", help="write the plan as JSON here")] = "",
+    dump_dir: DumpDir = "",
+) -> None:
+    """Plans a step and prints the plan."""
+    made = _plan(target, inputs, _options(devices, mesh, memory_limit, budget, dump_dir))
+    console.print(plan_view(made))
+    if output:
+        Path(output).write_text(made.to_json())
+        console.print(f"written to {output}")
+
+
+@app.command("explain")
+def explain_command(
+    file: Annotated[str, typer.Argument(help="a plan written by `autoshard plan -o`")],
+    pattern: Annotated[str, typer.Argument(help="paths of arguments, such as '*/mlp/*'")] = "*",
+) -> None:
+    """Says why a plan is as it is, and how the arguments that match a pattern are split."""
+    made = _read(file)
+    for line in (*made.why, f"solver: {made.solver}"):
+        console.print(line, highlight=False, markup=False)
+    rows = [a for a in (*made.inputs, *made.outputs) if fnmatch.fnmatchcase(a.path, pattern)]
+    if not rows:
+        paths = ", ".join(a.path for a in made.inputs[:8])
+        raise ArgumentError(explain(f"no argument matches {pattern!r}", f"a pattern of paths such as {paths}", "correct it"))
+    table = Table("argument", "type", "sharding", "bytes on a device")
+    sizes = dict(made.mesh)
+    for a in rows:
+        parts = 1
+        for axes in a.spec:
+            for axis in axes:
+                parts *= sizes[axis]
+        table.add_row(a.path, a.type, print_spec(a.spec), size_text(a.nbytes / parts))
+    console.print(table)
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="a plan")],
+    second: Annotated[str, typer.Argument(help="another plan")],
+) -> None:
+    """Compares two plans."""
+    a, b = _read(first), _read(second)
+    table = Table("", first, second)
+    table.add_row("program", a.fingerprint, b.fingerprint)
+    table.add_row("devices", a.cluster, b.cluster)
+    table.add_row("mesh", str(dict(a.mesh)), str(dict(b.mesh)))
+    table.add_row("step time", seconds(a.time_s), seconds(b.time_s))
+    table.add_row("collectives", seconds(a.traffic_s), seconds(b.traffic_s))
+    table.add_row("peak memory", size_text(a.memory.peak_bytes), size_text(b.memory.peak_bytes))
+    have = {x.path: x for x in a.inputs}
+    other = {x.path: x for x in b.inputs}
+    for path in dict.fromkeys((*have, *other)):
+        left = f"{have[path].type} {print_spec(have[path].spec)}" if path in have else "-"
+        right = f"{other[path].type} {print_spec(other[path].spec)}" if path in other else "-"
+        if left != right:
+            table.add_row(path, left, right)
+    console.print(table)
+
+
+@app.command("compile")
+def compile_command(
+    target: Target,
+    inputs: Inputs = "inputs",
+    devices: Devices = "h100x8",
+    mesh: MeshText = "",
+    memory_limit: Limit = "",
+    budget: Budget = 0.0,
+    ptx: Annotated[str, typer.Option(help="write the kernels' PTX into this folder")] = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="write the report as JSON here")] = "",
+) -> None:
+    """Plans a step and compiles it with XLA's GPU compiler for devices that need not be here."""
+    made = _plan(target, inputs, _options(devices, mesh, memory_limit, budget, ""))
+    with _working(f"compiling for {made.cluster}"):
+        report = made.compile(ptx=bool(ptx))
+    console.print(str(report), markup=False, highlight=False)
+    if ptx and report.ptx:
+        Path(ptx).mkdir(parents=True, exist_ok=True)
+        (Path(ptx) / "step.ptx").write_text(report.ptx)
+    if output:
+        Path(output).write_text(report.to_json())
+
+
+@bench.command("step")
+def bench_step(
+    target: Target,
+    inputs: Inputs = "inputs",
+    devices: Devices = "auto",
+    mesh: MeshText = "",
+    steps: Annotated[int, typer.Option(help="measured pairs of calls")] = 20,
+) -> None:
+    """Times the planned step against plain `jax.jit` on one device, call by call in turn."""
+    step, args, kwargs = load_step(target, inputs)
+    fun = step.__wrapped__ if isinstance(step, Step) else step
+    sharded = autoshard(fun, donate_argnums=(), **_options(devices, mesh, "", 0.0, ""))
+    plain = jax.jit(fun)
+    with _working("planning and compiling"):
+        jax.block_until_ready(sharded(*args, **kwargs))
+        jax.block_until_ready(plain(*args, **kwargs))
+    times: dict[str, list[float]] = {"planned": [], "plain jit, one device": []}
+    for _ in range(steps):
+        for name, run in (("planned", sharded), ("plain jit, one device", plain)):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*args, **kwargs))
+            times[name].append(time.perf_counter() - start)
+    table = Table("program", "median", "fastest")
+    for name, found in times.items():
+        table.add_row(name, seconds(sorted(found)[len(found) // 2]), seconds(min(found)))
+    console.print(table)
+
+
+def main() -> None:
+    """Entry point: errors made on purpose are printed without a traceback."""
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        app()
+    except AutoshardError as error:
+        errors.print(f"[red]error[/red] ({type(error).__name__})", end=" ")
+        errors.print(str(error), markup=False, highlight=False)
+        sys.exit(2)
+
+
+def _options(devices: str, mesh: str, limit: str, budget: float, dump_dir: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"devices": devices}
+    if mesh:
+        try:
+            options["mesh"] = tuple(int(n) for n in mesh.replace("x", ",").split(","))
+        except ValueError as error:
+            raise ArgumentError(explain(f"--mesh {mesh!r}", "sizes such as 8 or 2,4", "correct it")) from error
+    if limit:
+        options["memory_limit"] = limit
+    if budget:
+        options["budget"] = budget
+    if dump_dir:
+        options["dump_dir"] = dump_dir
+    return options
+
+
+def _plan(target: str, inputs: str, options: dict[str, Any]) -> Plan:
+    step, args, kwargs = load_step(target, inputs)
+    planned = step if isinstance(step, Step) and options == {"devices": "auto"} else None
+    fun = step.__wrapped__ if isinstance(step, Step) else step
+    with _working(f"planning {target}"):
+        return (planned or autoshard(fun, **options)).plan(*args, **kwargs)
+
+
+def _read(file: str) -> Plan:
+    try:
+        return Plan.from_json(Path(file).read_text())
+    except OSError as error:
+        raise PlanError(explain(f"{file}: {error}", "a plan written by `autoshard plan -o`", "check the path")) from error
+
+
+@contextmanager
+def _working(what: str) -> Iterator[None]:
+    """A spinner while something slow runs, then how long it took."""
+    start = time.perf_counter()
+    with console.status(f"{what} ..."):
+        yield
+    console.print(f"{what}: {time.perf_counter() - start:.1f} s", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""From an answer to the sharding of every value, costed exactly.
+
+Each op does what its kind does under the answer; a resharding of a value to a spec is paid once. `estimate` goes over kinds
+(quick, for comparing answers), `lay_out` over ops (for the plan).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from autoshard.ir import Spec, Value
+from autoshard.search.choices import Choice
+from autoshard.search.model import Model
+from autoshard.search.ops import Op, sized
+from autoshard.search.pricing import Pricer, Traffic
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A resharding point.
+
+    Attributes:
+      value: what moves.
+      source, target: specs before and after.
+      traffic: collectives of one move.
+      times: moves a step.
+      time_s: seconds a step.
+    """
+
+    value: Value
+    source: Spec
+    target: Spec
+    traffic: tuple[Traffic, ...]
+    times: int
+    time_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The sharding of everything.
+
+    Attributes:
+      choice: for each op what it does.
+      spec: for each value its sharding.
+      moves: all resharding points.
+      sums: collectives that combine partial results, with how often they run.
+      compute_s: seconds of compute a step.
+      traffic_s: seconds of collectives a step.
+    """
+
+    choice: tuple[Choice, ...]
+    spec: Mapping[Value, Spec]
+    moves: tuple[Move, ...]
+    sums: tuple[tuple[Op, Traffic, int], ...]
+    compute_s: float
+    traffic_s: float
+
+    @property
+    def time_s(self) -> float:
+        """Estimated step time, compute and collectives one after the other."""
+        return self.compute_s + self.traffic_s
+
+
+def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
+    """Carries an answer out op by op and costs it."""
+    chosen = _chosen(model, answer)
+    choices = tuple(chosen[k] for k in model.kinds.kind)
+    spec = {v: s for op in model.ops.ops for v, s in zip(op.results, choices[op.index].results, strict=True)}
+    compute = traffic = 0.0
+    sums: list[tuple[Op, Traffic, int]] = []
+    moves: list[Move] = []
+    for op, choice in zip(model.ops.ops, choices, strict=True):
+        compute += op.times * pricer.compute_s(op, choice)
+        for t in pricer.sums(op, choice):
+            sums.append((op, t, op.times))
+            traffic += op.times * pricer.traffic_s(t)
+        for value, target in _moves(model, op, chosen):
+            path, seconds = pricer.reshard(value, spec[value], target)
+            moves.append(Move(value, spec[value], target, path, op.times, op.times * seconds))
+            traffic += op.times * seconds
+    return Layout(choices, spec, tuple(moves), tuple(sums), compute, traffic)
+
+
+def estimate(model: Model, answer: Sequence[int], pricer: Pricer) -> float:
+    """Step time in seconds under an answer; the same as `lay_out(...).time_s`, a kind at a time."""
+    chosen = _chosen(model, answer)
+    total = 0.0
+    for kind, group in enumerate(model.kinds.members):
+        op, choice = group[0], chosen[kind]
+        seconds = pricer.compute_s(op, choice) + sum(pricer.traffic_s(t) for t in pricer.sums(op, choice))
+        total += len(group) * op.times * seconds
+    for op, count in model.kinds.makers:
+        results = chosen[model.kinds.kind[op.index]].results
+        for value, target in _moves(model, op, chosen):
+            total += count * op.times * pricer.reshard(value, results[model.ops.maker[value][1]], target)[1]
+    return total
+
+
+def _chosen(model: Model, answer: Sequence[int]) -> list[Choice]:
+    """What each kind does."""
+    return [choices[answer[v]] for choices, v in zip(model.choices, model.variable, strict=True)]
+
+
+def _moves(model: Model, op: Op, chosen: Sequence[Choice]) -> Iterator[tuple[Value, Spec]]:
+    """The specs other than its own that each result of an op is wanted in, each once."""
+    kind = model.kinds.kind
+    for r, value in enumerate(op.results):
+        if not sized(value):
+            continue
+        wanted = [chosen[kind[reader.index]].operands[k] for reader, k in model.ops.readers.get(value, ())]
+        for target in model.ops.tied.get(value, ()):
+            maker, result = model.ops.maker[target]
+            wanted.append(chosen[kind[maker.index]].results[result])
+        own = chosen[kind[op.index]].results[r]
+        yield from ((value, target) for target in dict.fromkeys(wanted) if target != own)

@@ -18,6 +18,10 @@ from .liveness import Lives as Lives
 from .liveness import find_lives as find_lives
 from .liveness import usage as usage
 from .matrix_rules import matmul_class as matmul_class
+from .reshard import path_collectives as path_collectives
+from .reshard import rematerializes as rematerializes
+from .reshard import reshard_collectives as reshard_collectives
+from .reshard import reshard_path as reshard_path
 from .roofline import equation_cost as equation_cost
 from .roofline import local_bytes as local_bytes
 from .roofline import local_work as local_work
@@ -32,3 +36,4 @@ from .work import WorkRule as WorkRule
 from .work import equation_work as equation_work
 from .work import known_primitives as known_primitives
 from .work import work_rule as work_rule
+from .reshard_interim import reshard_collectives as reshard_collectives

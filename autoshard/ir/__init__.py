@@ -37,3 +37,5 @@ from .spec import partition_spec as partition_spec
 from .spec import replicated as replicated
 from .spec import spec_axes as spec_axes
 from .spec import spec_of as spec_of
+from .rules_interim import factor_rule as factor_rule
+from .step import StepInfo as StepInfo

@@ -7,12 +7,13 @@ input. `on_pass` sees every graph (dumps, timing and progress hang there).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autoshard.errors import VerifyError
 from autoshard.ir import Graph, verify
 
 
+@runtime_checkable
 class Pass(Protocol):
     """What every pass offers."""
 

@@ -66,9 +66,9 @@ class Reduced:
         return tuple(int(self.kept[i][chosen[i]]) for i in range(len(self.kept)))
 
 
-def reduce(problem: Problem, max_table: int) -> Reduced:
-    """Drops dominated choices, then removes nodes while their tables have at most `max_table` entries."""
-    kept = undominated(problem)
+def reduce(problem: Problem, max_table: int, choices: Sequence[NDArray[np.intp]]) -> Reduced:
+    """Drops dominated choices among `choices`, then removes nodes while their tables stay within `max_table` entries."""
+    kept = undominated(problem, choices)
     tables: dict[int, Table] = {}
     at: list[set[int]] = [set() for _ in problem.costs]
 
@@ -79,13 +79,22 @@ def reduce(problem: Problem, max_table: int) -> Reduced:
             at[node].add(key)
 
     counter = iter(range(10**9))
-    for i, cost in enumerate(problem.costs):
-        add((i,), cost[kept[i]])
-    for (i, j), edge in problem.edges.items():
-        add((i, j), edge[np.ix_(kept[i], kept[j])])
-    left = set(range(len(problem.costs)))
-    removed: list[Removed] = []
+    single = [len(k) == 1 for k in kept]
     constant = 0.0
+    for i, cost in enumerate(problem.costs):
+        if single[i]:
+            constant += float(cost[kept[i][0]])
+        else:
+            add((i,), cost[kept[i]])
+    for (i, j), edge in problem.edges.items():
+        part = edge[np.ix_(kept[i], kept[j])]
+        scope = tuple(n for n in (i, j) if not single[n])
+        if scope:
+            add(scope, part.reshape([len(kept[n]) for n in scope]))
+        else:
+            constant += float(part[0, 0])
+    left = {i for i in range(len(problem.costs)) if not single[i]}
+    removed: list[Removed] = [Removed(i, (), np.zeros((), np.intp)) for i, one in enumerate(single) if one]
     sizes = [len(k) for k in kept]
     cost_of = {i: _join_size(i, at, tables, sizes) for i in left}
     while left:
@@ -113,10 +122,10 @@ def reduce(problem: Problem, max_table: int) -> Reduced:
     return Reduced(tuple(kept), tuple(removed), core, tuple(tables.values()), constant)
 
 
-def undominated(problem: Problem) -> list[NDArray[np.intp]]:
-    """For each node the choices that no other choice makes superfluous."""
+def undominated(problem: Problem, choices: Sequence[NDArray[np.intp]]) -> list[NDArray[np.intp]]:
+    """For each node those of its `choices` that no other one makes superfluous."""
     around = neighbours(problem)
-    kept: list[NDArray[np.intp]] = [np.flatnonzero(np.isfinite(c)) for c in problem.costs]
+    kept = list(choices)
     todo = list(range(len(problem.costs)))
     queued = set(todo)
     while todo:

@@ -1,6 +1,7 @@
-"""Solving the sharding problem: elimination where memory does not bind, prices and the ILP where it does.
+"""Solving the sharding problem: message passing, elimination, prices and the ILP.
 
-    no limit, or the optimum fits      eliminate to nothing: optimal; else ILP on the core
+    no limit, or the optimum fits      descents give an answer, message passing a bound that prunes choices;
+                                       eliminate what is left: optimal; else ILP on the core
     the optimum does not fit           price memory: min cost + sum_t lambda_t usage_t, lambda raised on the rows
                                        that are broken (subgradient); the cheapest legal answer starts the ILP
 
@@ -14,12 +15,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.search.dual import prune
 from autoshard.search.eliminate import Reduced, reduce
 from autoshard.search.ilp import Memory, solve_ilp
 from autoshard.search.problem import Floats, Problem, Result, Solution, neighbours, pair
 
 MAX_TABLE = 4_000_000
 """Largest table of the elimination: 32 MB of float64."""
+
+SWEEPS = 100
+"""Most sweeps of message passing; it stops when the bound stands still."""
 
 CORE_TABLE = 20_000
 """Largest table when the rest goes to the ILP, whose variables these entries become."""
@@ -48,38 +53,52 @@ def solve(
 
 def _unconstrained(problem: Problem, deadline: float, seed: int, starts: Sequence[Sequence[int]]) -> Solution:
     """The optimum without memory rows, or the best found."""
-    if any(not np.isfinite(c).any() for c in problem.costs):
+    kept = [np.flatnonzero(np.isfinite(c)) for c in problem.costs]
+    if any(len(k) == 0 for k in kept):
         return Solution((), Result.INFEASIBLE, float("inf"), float("inf"), {"engine": "elimination"})
-    reduced = reduce(problem, MAX_TABLE)
+    best = _descend(problem, starts, seed)
+    cost, bound = problem.cost(best), float("-inf")
+    if np.isfinite(cost):
+        pruned = prune(problem, kept, best, deadline=deadline, sweeps=SWEEPS)
+        kept, best, bound = list(pruned.kept), pruned.best, pruned.bound
+        cost = problem.cost(best)
+    reduced = reduce(problem, MAX_TABLE, kept)
     if not reduced.core:
         choice = reduced.complete({})
-        cost = problem.cost(choice)
+        if problem.cost(choice) < cost:
+            best, cost = choice, problem.cost(choice)
         if not np.isfinite(cost):
             return Solution((), Result.INFEASIBLE, cost, cost, {"engine": "elimination"})
-        return Solution(choice, Result.OPTIMAL, cost, cost, {"engine": "elimination", **_sizes(reduced)})
-    reduced = reduce(problem, CORE_TABLE)
-    best = _descend(problem, starts, seed)
+        return Solution(best, Result.OPTIMAL, cost, cost, {"engine": "message passing, elimination", **_sizes(reduced)})
+    return _core(problem, reduce(problem, CORE_TABLE, kept), best, bound, deadline, seed)
+
+
+def _core(
+    problem: Problem, reduced: Reduced, best: tuple[int, ...], bound: float, deadline: float, seed: int
+) -> Solution:
+    """The ILP on what elimination left, started from a known answer."""
     cost = problem.cost(best)
     entries = sum(t.size for s, t in reduced.tables if len(s) > 1)
-    if entries > ILP_ENTRIES:
-        stats = {"engine": "descent", "core": len(reduced.core), "entries": entries}
-        return Solution(best, Result.FEASIBLE, cost, _weak_bound(reduced), stats)
-    position = [{int(s): k for k, s in enumerate(kept)} for kept in reduced.kept]
-    start = {i: position[i][best[i]] for i in reduced.core} if all(best[i] in position[i] for i in reduced.core) else None
-    sizes = {i: len(reduced.kept[i]) for i in reduced.core}
-    answer = solve_ilp(
-        sizes, reduced.tables, None, budget_s=deadline - time.monotonic(), start=start, seed=seed
-    )
-    bound = answer.bound + reduced.constant
-    stats = {"engine": "ilp", "core": len(reduced.core), "entries": entries}
-    if answer.choice:
-        choice = reduced.complete(answer.choice)
-        if problem.cost(choice) <= cost:
-            best, cost = choice, problem.cost(choice)
+    stats: dict[str, object] = {"engine": "message passing", "core": len(reduced.core), "entries": entries}
+    proved = False
+    if entries <= ILP_ENTRIES and deadline > time.monotonic():
+        stats["engine"] = "message passing, ILP"
+        position = [{int(s): k for k, s in enumerate(kept)} for kept in reduced.kept]
+        known = all(best[i] in position[i] for i in reduced.core) and np.isfinite(cost)
+        start = {i: position[i][best[i]] for i in reduced.core} if known else None
+        sizes = {i: len(reduced.kept[i]) for i in reduced.core}
+        left = deadline - time.monotonic()
+        answer = solve_ilp(sizes, reduced.tables, None, budget_s=left, start=start, seed=seed)
+        bound = max(bound, answer.bound + reduced.constant)
+        proved = answer.proved
+        if answer.choice:
+            choice = reduced.complete(answer.choice)
+            if problem.cost(choice) < cost:
+                best, cost = choice, problem.cost(choice)
     if not np.isfinite(cost):
         return Solution((), Result.INFEASIBLE, cost, bound, stats)
-    result = Result.OPTIMAL if answer.proved and answer.choice else Result.FEASIBLE
-    return Solution(best, result, cost, cost if result is Result.OPTIMAL else min(bound, cost), stats)
+    result = Result.OPTIMAL if proved else Result.FEASIBLE
+    return Solution(best, result, cost, cost if proved else min(bound, cost), stats)
 
 
 def _priced(
@@ -222,11 +241,6 @@ def _descend(problem: Problem, starts: Sequence[Sequence[int]], seed: int) -> tu
     begin.append([int(np.argmin(c)) for c in problem.costs])
     begin += [[int(rng.choice(np.flatnonzero(np.isfinite(c)))) for c in problem.costs] for _ in range(8)]
     return min((_polish(free, start) for start in begin), key=free.cost)
-
-
-def _weak_bound(reduced: Reduced) -> float:
-    """Sum of each table's smallest entry."""
-    return reduced.constant + sum(float(t.min()) for _, t in reduced.tables)
 
 
 def _sizes(reduced: Reduced) -> dict[str, int]:

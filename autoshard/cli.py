@@ -77,7 +77,9 @@ def explain_command(
     rows = [a for a in (*made.inputs, *made.outputs) if fnmatch.fnmatchcase(a.path, pattern)]
     if not rows:
         paths = ", ".join(a.path for a in made.inputs[:8])
-        raise ArgumentError(explain(f"no argument matches {pattern!r}", f"a pattern of paths such as {paths}", "correct it"))
+        raise ArgumentError(
+            explain(f"no argument matches {pattern!r}", f"a pattern of paths such as {paths}", "correct it")
+        )
     table = Table("argument", "type", "sharding", "bytes on a device")
     sizes = dict(made.mesh)
     for a in rows:
@@ -203,7 +205,9 @@ def _read(file: str) -> Plan:
     try:
         return Plan.from_json(Path(file).read_text())
     except OSError as error:
-        raise PlanError(explain(f"{file}: {error}", "a plan written by `autoshard plan -o`", "check the path")) from error
+        raise PlanError(
+            explain(f"{file}: {error}", "a plan written by `autoshard plan -o`", "check the path")
+        ) from error
 
 
 @contextmanager

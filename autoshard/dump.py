@@ -1,7 +1,7 @@
 """Readable files of everything planning and emission made: one numbered file a pass.
 
-    000-trace.txt  001-duplicate_cheap.txt  002-mesh.txt ... 007-plan.json  008-plan.txt  009-constrain.txt
-    010-stablehlo-before.mlir (plain jit)  011-stablehlo-after.mlir (with the plan's shardings)
+000-trace.txt  001-duplicate_cheap.txt  002-mesh.txt ... 007-plan.json  008-plan.txt  009-constrain.txt
+010-stablehlo-before.mlir (plain jit)  011-stablehlo-after.mlir (with the plan's shardings)
 """
 
 from __future__ import annotations

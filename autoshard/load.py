@@ -29,7 +29,9 @@ def load_step(target: str, inputs: str = "inputs") -> tuple[Any, tuple[Any, ...]
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise ArgumentError(explain(f"{target!r}", "file.py:step or package.module:step", "name the step after a colon"))
+        raise ArgumentError(
+            explain(f"{target!r}", "file.py:step or package.module:step", "name the step after a colon")
+        )
     module = _module(place)
     step = _attribute(module, place, name)
     if not callable(step):
@@ -48,7 +50,9 @@ def _module(place: str) -> ModuleType:
             raise ArgumentError(explain(f"module {place!r}: {error}", "a module that can be imported", todo)) from error
     path = Path(place)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        )
         todo = f"did you mean {near[0]}?" if near else "check the path"
         raise ArgumentError(explain(f"{place}: no such file", "a Python file", todo))
     name = f"_autoshard_{path.stem}"

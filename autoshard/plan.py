@@ -20,6 +20,10 @@ FORMAT = 1
 """Version of the JSON form."""
 
 
+Detour = tuple[tuple[int, ...], int, tuple[int, ...]]
+"""(shape, source spec, specs to go through with the target last), specs by number."""
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Decisions:
@@ -29,11 +33,13 @@ class Decisions:
       values: the spec of each value.
       operands: for (equation, operand) the spec it must arrive in.
       outputs: for (graph, output) the spec it must leave in.
+      detours: for (shape, source, target) the specs to go through, where there is one in between.
     """
 
     values: Mapping[Value, Spec]
     operands: Mapping[tuple[Equation, int], Spec]
     outputs: Mapping[tuple[Graph, int], Spec]
+    detours: Mapping[tuple[tuple[int, ...], Spec, Spec], tuple[Spec, ...]]
 
 
 @final
@@ -153,6 +159,7 @@ class Plan:
       mesh: axes and sizes.
       inputs, outputs: flat arguments and results with their shardings.
       specs, values, operands, output_ids: see the module's text.
+      detours: reshardings in more than one step.
       time_s: estimated step time; compute_s of it is compute and traffic_s collectives.
       memory: estimated peak on one device.
       memory_limit: most bytes a device may hold.
@@ -173,6 +180,7 @@ class Plan:
     values: tuple[int, ...]
     operands: tuple[int, ...]
     output_ids: tuple[int, ...]
+    detours: tuple[Detour, ...]
     time_s: float
     compute_s: float
     traffic_s: float
@@ -205,7 +213,11 @@ class Plan:
         values = dict(_known(self, graph_values(graph), self.values))
         operands = dict(_known(self, graph_operands(graph), self.operands))
         outputs = dict(_known(self, graph_outputs(graph), self.output_ids))
-        return Decisions(values, operands, outputs)
+        detours = {
+            (shape, self.specs[source], self.specs[way[-1]]): tuple(self.specs[n] for n in way)
+            for shape, source, way in self.detours
+        }
+        return Decisions(values, operands, outputs, detours)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""
@@ -297,7 +309,9 @@ def _decode_plan(text: str) -> Plan:
     except json.JSONDecodeError as error:
         raise PlanError(explain(f"not JSON: {error}", "a plan written by Plan.to_json", todo)) from error
     if not isinstance(raw, dict) or "format" not in raw:
-        raise PlanError(explain(f"a JSON {type(raw).__name__} without a format", "a plan written by Plan.to_json", todo))
+        raise PlanError(
+            explain(f"a JSON {type(raw).__name__} without a format", "a plan written by Plan.to_json", todo)
+        )
     if raw.pop("format") != FORMAT:
         raise PlanError(explain("a plan of another format", f"format {FORMAT}", "plan again with this version"))
     names = {f.name for f in fields(Plan)}

@@ -41,7 +41,10 @@ def init_params(size: Size, key: jax.Array) -> dict[str, Any]:
     layers = [
         {
             "norm1": {"scale": jnp.ones(d), "bias": jnp.zeros(d)},
-            "qkv": {"kernel": matrix(next(keys), d, 3, size.heads, d // size.heads), "bias": jnp.zeros((3, size.heads, d // size.heads))},
+            "qkv": {
+                "kernel": matrix(next(keys), d, 3, size.heads, d // size.heads),
+                "bias": jnp.zeros((3, size.heads, d // size.heads)),
+            },
             "out": {"kernel": matrix(next(keys), size.heads, d // size.heads, d), "bias": jnp.zeros(d)},
             "norm2": {"scale": jnp.ones(d), "bias": jnp.zeros(d)},
             "up": {"kernel": matrix(next(keys), d, 4 * d), "bias": jnp.zeros(4 * d)},

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from autoshard.cluster import Cluster, DeviceSpec, Link, Node
 
 

@@ -36,4 +36,3 @@ from .work import WorkRule as WorkRule
 from .work import equation_work as equation_work
 from .work import known_primitives as known_primitives
 from .work import work_rule as work_rule
-from .reshard_interim import reshard_collectives as reshard_collectives

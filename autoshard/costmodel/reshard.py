@@ -73,8 +73,8 @@ def reshard_path(
 ) -> tuple[Spec, ...]:
     """The constraints to state, in order, the target last: one, or two where that is cheaper.
 
-    A single collective is taken as it is. The step in between uses only axes of source and target, and must divide
-    the shape.
+    A single collective is taken as it is, and so is what does not divide evenly. The step in between uses only axes
+    of source and target, and must divide the shape.
 
     Args:
       shape: of the whole value.
@@ -85,9 +85,10 @@ def reshard_path(
     if source == target:
         return ()
     direct = reshard_collectives(shape, source, target, mesh)
-    if len(direct) < 2 and not rematerializes(source, target, mesh):
-        return (target,)
     sizes = dict(mesh)
+    whole = all(divides(tuple(shape), spec, sizes) for spec in (source, target))
+    if not whole or (len(direct) < 2 and not rematerializes(source, target, mesh)):
+        return (target,)
     price = _sent(sizes) if cost is None else cost
     best, best_cost = (target,), WORTH_A_STEP * sum(price(*move) for move in direct)
     axes = tuple(name for name, _ in mesh if name in (*spec_axes(source), *spec_axes(target)))

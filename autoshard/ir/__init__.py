@@ -21,9 +21,7 @@ from .printer import print_equation as print_equation
 from .printer import print_graph as print_graph
 from .printer import print_spec as print_spec
 from .printer import short_type as short_type
-from .trace import from_jaxpr as from_jaxpr
-from .trace import trace as trace
-from .verify import verify as verify
+from .rules_interim import factor_rule as factor_rule
 from .spec import Assignment as Assignment
 from .spec import MeshShape as MeshShape
 from .spec import assignment_of as assignment_of
@@ -37,5 +35,7 @@ from .spec import partition_spec as partition_spec
 from .spec import replicated as replicated
 from .spec import spec_axes as spec_axes
 from .spec import spec_of as spec_of
-from .rules_interim import factor_rule as factor_rule
 from .step import StepInfo as StepInfo
+from .trace import from_jaxpr as from_jaxpr
+from .trace import trace as trace
+from .verify import verify as verify

@@ -86,6 +86,4 @@ def _last_uses(graph: Graph) -> dict[int, list[Value]]:
 
 def abstract_inputs(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes and dtypes of the inputs."""
-    return tuple(
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in graph.inputs
-    )
+    return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in graph.inputs)

@@ -79,6 +79,4 @@ def letter(index: int) -> str:
 
 
 def _side(values: tuple[Dims, ...]) -> str:
-    return ", ".join(
-        "[" + ", ".join("".join(letter(f) for f in dim) or "1" for dim in dims) + "]" for dims in values
-    )
+    return ", ".join("[" + ", ".join("".join(letter(f) for f in dim) or "1" for dim in dims) + "]" for dims in values)

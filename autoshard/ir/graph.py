@@ -32,7 +32,7 @@ class Value:
       aval: shape, dtype and weak type.
     """
 
-    aval: jax.core.ShapedArray
+    aval: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Literal:
     """A scalar constant written into an equation."""
 
     value: Any
-    aval: jax.core.ShapedArray
+    aval: Any
 
     @property
     def shape(self) -> tuple[int, ...]:

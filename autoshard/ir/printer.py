@@ -1,9 +1,9 @@
 """Graphs as text: stable, one equation a line, names by order of definition, types shown.
 
-    inputs  a:f32[16,32] b:f32[32,64]
-    c:f32[16,64] = dot_general[dimension_numbers=(([1], [0]), ([], []))] a b   # mlp.py:12
-    d:f32[16,64] = reshard[(data,-)] c
-    outputs d
+inputs  a:f32[16,32] b:f32[32,64]
+c:f32[16,64] = dot_general[dimension_numbers=(([1], [0]), ([], []))] a b   # mlp.py:12
+d:f32[16,64] = reshard[(data,-)] c
+outputs d
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _params(equation: Equation) -> str:
 
 def _param(param: Any) -> str:
     """A parameter's text, "" if it says nothing or is not stable (functions, jaxprs, object addresses)."""
-    if param is None or callable(param) and not isinstance(param, type):
+    if param is None or (callable(param) and not isinstance(param, type)):
         return ""
     text = " ".join(str(param).split())
     if " at 0x" in text or "\n" in text or len(text) > 160:

@@ -1,5 +1,4 @@
-import math
-from autoshard.ir.factors import FactorRule, FactorKind
+from autoshard.ir.factors import FactorKind, FactorRule
 
 PAR,RED,PERM,NEED=FactorKind.PARALLEL,FactorKind.REDUCTION,FactorKind.PERMUTATION,FactorKind.NEED_REPLICATION
 class B:
@@ -103,7 +102,7 @@ def factor_rule(e):
         op=[None]*len(I[0])
         for d,i in zip(dn.operand_batching_dims,dn.scatter_indices_batching_dims): op[d]=idx[i]
         win=[d for d in range(len(op)) if d not in dn.inserted_window_dims and d not in dn.operand_batching_dims]
-        upd=[None]*len(I[2]); 
+        upd=[None]*len(I[2])
         for d,w in zip(win,dn.update_window_dims):
             if I[2][w]==I[0][d]: op[d]=upd[w]=b.new(I[0][d])
             else: op[d]=b.new(I[0][d],NEED); upd[w]=b.new(I[2][w],NEED)
@@ -115,7 +114,7 @@ def factor_rule(e):
     if n=='conv_general_dilated':
         dn=p['dimension_numbers']; l,r,o=dn.lhs_spec,dn.rhs_spec,dn.out_spec
         L=[None]*len(I[0]);R=[None]*len(I[1]);U=[None]*len(O[0])
-        if p['batch_group_count']==1 : 
+        if p['batch_group_count']==1 :
             L[l[0]]=U[o[0]]=b.new(I[0][l[0]])
         if p['feature_group_count']==1 and p['batch_group_count']==1:
             L[l[1]]=R[r[1]]=b.new(I[0][l[1]],RED,"add"); R[r[0]]=U[o[1]]=b.new(O[0][o[1]])

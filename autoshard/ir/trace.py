@@ -51,9 +51,7 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Graph:
       TraceError: the function used a traced value as a Python number, leaked a tracer, or the like;
         the original JAX error is its cause and its message is repeated.
     """
-    structs = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(getattr(a, "weak_type", False))) for a in avals
-    ]
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(getattr(a, "weak_type", False))) for a in avals]
     try:
         closed = jax.make_jaxpr(fun)(*structs)
     except AutoshardError:
@@ -140,9 +138,7 @@ class _Inliner:
                 bodies = tuple(self.graph(*jax_compat.open_jaxpr(body)) for body in closed)
             outputs = tuple(Value(var.aval) for var in eqn.outvars)
             equations.append(
-                Apply(
-                    eqn.primitive, tuple(operands), outputs, params, bodies, frozenset(eqn.effects), eqn.ctx, place
-                )
+                Apply(eqn.primitive, tuple(operands), outputs, params, bodies, frozenset(eqn.effects), eqn.ctx, place)
             )
             for var, value in zip(eqn.outvars, outputs, strict=True):
                 env[var] = value

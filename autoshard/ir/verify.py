@@ -1,8 +1,8 @@
 """What must hold of every graph, checked after each pass.
 
-    each value is defined once, before its uses; inputs and constants are defined at the start
-    a reshard keeps shape and dtype; its spec has one entry a dimension, no axis twice
-    bodies verify; their inputs and outputs match the operands and results of their equation
+each value is defined once, before its uses; inputs and constants are defined at the start
+a reshard keeps shape and dtype; its spec has one entry a dimension, no axis twice
+bodies verify; their inputs and outputs match the operands and results of their equation
 """
 
 from __future__ import annotations

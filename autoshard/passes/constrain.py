@@ -111,7 +111,9 @@ class _Writer:
         if spec is None or have is None or have == spec or not isinstance(now, Value):
             return now
         if (atom, spec) not in self._moved:
-            moved = Value(atom.aval)
-            self.equations.append(Reshard(now, moved, spec, True, place))
-            self._moved[atom, spec] = moved
+            for stop in self._decisions.detours.get((atom.shape, have, spec), (spec,)):
+                moved = Value(atom.aval)
+                self.equations.append(Reshard(now, moved, stop, True, place))
+                now = moved
+            self._moved[atom, spec] = now
         return self._moved[atom, spec]

@@ -32,11 +32,7 @@ class DuplicateCheap:
 
 def _cheap(equation: Equation) -> bool:
     """Whether an equation spreads scalars only."""
-    return (
-        isinstance(equation, Apply)
-        and equation.name in CHEAP
-        and all(atom.shape == () for atom in equation.inputs)
-    )
+    return isinstance(equation, Apply) and equation.name in CHEAP and all(atom.shape == () for atom in equation.inputs)
 
 
 def _duplicate(graph: Graph) -> Graph:

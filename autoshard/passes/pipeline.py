@@ -7,7 +7,7 @@ input. `on_pass` sees every graph (dumps, timing and progress hang there).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from autoshard.errors import VerifyError
 from autoshard.ir import Graph, verify
@@ -17,10 +17,7 @@ from autoshard.ir import Graph, verify
 class Pass(Protocol):
     """What every pass offers."""
 
-    @property
-    def name(self) -> str:
-        """Short name, used for dumps."""
-        ...
+    name: ClassVar[str]
 
     def apply(self, graph: Graph) -> Graph:
         """The rewritten graph."""

@@ -275,9 +275,11 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 
     A collective-permute has `source_target_pairs` instead: its groups are the devices that its pairs link.
     """
-    pairs = re.search(r"source_target_pairs=\{([0-9,{} ]*?)\}(?:,|$|\s*$)", attributes)
-    if pairs is not None:
-        return _linked(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+    start = attributes.find("source_target_pairs=")
+    if start >= 0:
+        opened = start + len("source_target_pairs=")
+        inside = attributes[opened : _closing(attributes, opened)]
+        return _linked(re.findall(r"\{(\d+),(\d+)\}", inside))
     start = attributes.find("replica_groups=")
     whole = (tuple(range(devices)),)
     if start < 0:

@@ -104,7 +104,7 @@ def reduce(problem: Problem, max_table: int, choices: Sequence[NDArray[np.intp]]
         keys = sorted(at[node])
         scope = tuple(sorted({n for key in keys for n in tables[key][0]} - {node}))
         joint = _join([tables[key] for key in keys], (*scope, node), sizes)
-        best = np.argmin(joint, axis=-1)
+        best = np.asarray(np.argmin(joint, axis=-1))
         removed.append(Removed(node, scope, best))
         reduced = np.take_along_axis(joint, best[..., None], axis=-1)[..., 0]
         for key in keys:

@@ -14,7 +14,7 @@ from autoshard.ir import Spec, Value
 from autoshard.search.choices import Choice
 from autoshard.search.model import Model
 from autoshard.search.ops import Op, sized
-from autoshard.search.pricing import Pricer, Traffic
+from autoshard.search.pricing import Pricer, Route, Traffic
 
 
 @final
@@ -24,18 +24,15 @@ class Move:
 
     Attributes:
       value: what moves.
-      source, target: specs before and after.
-      traffic: collectives of one move.
+      source: the spec it has.
+      route: the way to the spec it is needed in.
       times: moves a step.
-      time_s: seconds a step.
     """
 
     value: Value
     source: Spec
-    target: Spec
-    traffic: tuple[Traffic, ...]
+    route: Route
     times: int
-    time_s: float
 
 
 @final
@@ -79,9 +76,9 @@ def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
             sums.append((op, t, op.times))
             traffic += op.times * pricer.traffic_s(t)
         for value, target in _moves(model, op, chosen):
-            path, seconds = pricer.reshard(value, spec[value], target)
-            moves.append(Move(value, spec[value], target, path, op.times, op.times * seconds))
-            traffic += op.times * seconds
+            route = pricer.reshard(value, spec[value], target)
+            moves.append(Move(value, spec[value], route, op.times))
+            traffic += op.times * route.time_s
     return Layout(choices, spec, tuple(moves), tuple(sums), compute, traffic)
 
 
@@ -96,7 +93,7 @@ def estimate(model: Model, answer: Sequence[int], pricer: Pricer) -> float:
     for op, count in model.kinds.makers:
         results = chosen[model.kinds.kind[op.index]].results
         for value, target in _moves(model, op, chosen):
-            total += count * op.times * pricer.reshard(value, results[model.ops.maker[value][1]], target)[1]
+            total += count * op.times * pricer.reshard(value, results[model.ops.maker[value][1]], target).time_s
     return total
 
 

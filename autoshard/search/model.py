@@ -195,5 +195,5 @@ def _edge(value: Value, specs: list[Spec], wanted: list[tuple[Spec, ...]], price
     """Resharding seconds, shape (choices of the maker, choices of the readers)."""
     sources = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
     targets = {w: j for j, w in enumerate(dict.fromkeys(wanted))}
-    table = np.array([[sum(pricer.reshard(value, s, t)[1] for t in w) for w in targets] for s in sources])
+    table = np.array([[sum(pricer.reshard(value, s, t).time_s for t in w) for w in targets] for s in sources])
     return table[np.ix_([sources[s] for s in specs], [targets[w] for w in wanted])]

@@ -145,9 +145,7 @@ def free_rule(operands: Sequence[Atom], results: Sequence[Atom], whole: Sequence
     plain = splittable((*operands, *results)[0])
     factors = [d for d, n in enumerate(shape) if n > 1]
     dims = tuple((factors.index(d),) if n > 1 else () for d, n in enumerate(shape))
-    kinds = tuple(
-        FactorKind.PARALLEL if plain and d not in whole else FactorKind.NEED_REPLICATION for d in factors
-    )
+    kinds = tuple(FactorKind.PARALLEL if plain and d not in whole else FactorKind.NEED_REPLICATION for d in factors)
     sizes = tuple(shape[d] for d in factors)
     return FactorRule((dims,) * len(operands), (dims,) * len(results), sizes, kinds, ("",) * len(sizes))
 

@@ -22,7 +22,7 @@ from autoshard.search.memory_rows import MemoryTable, memory_table, peak_times
 from autoshard.search.meshes import candidate_meshes
 from autoshard.search.model import Model, build_model, build_problem
 from autoshard.search.ops import Ops, list_ops
-from autoshard.search.pricing import Pricer, Traffic
+from autoshard.search.pricing import Pricer
 from autoshard.search.problem import Problem, Solution
 from autoshard.search.record import record_plan
 from autoshard.search.solve import solve

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.cluster import Cluster, axis_group
-from autoshard.costmodel import CollectiveKind, Work, collective_time_s, equation_work, reshard_collectives, work_time_s
+from autoshard.costmodel import (
+    CollectiveKind,
+    Work,
+    collective_time_s,
+    equation_work,
+    path_collectives,
+    reshard_path,
+    work_time_s,
+)
 from autoshard.ir import MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
 from autoshard.search.choices import Choice
 from autoshard.search.ops import Op, OpKind
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,25 @@ class Traffic:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A resharding.
+
+    Attributes:
+      path: the specs to go through, the target last.
+      traffic: its collectives.
+      time_s: seconds of all of them.
+    """
+
+    path: tuple[Spec, ...]
+    traffic: tuple[Traffic, ...]
+    time_s: float
+
+
+HERE = Route((), (), 0.0)
+
+
+@final
 class Pricer:
     """Costs on one mesh.
 
@@ -44,7 +73,7 @@ class Pricer:
         self.sizes = dict(mesh)
         self._device = cluster.device(0)
         self._materialized = materialized
-        self._reshards: dict[Any, tuple[tuple[Traffic, ...], float]] = {}
+        self._routes: dict[Any, Route] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
         self._times: dict[Traffic, float] = {}
         self._work: dict[int, Work] = {}
@@ -62,17 +91,24 @@ class Pricer:
         """Seconds of every collective asked for so far."""
         return dict(self._times)
 
-    def reshard(self, value: Value, source: Spec, target: Spec) -> tuple[tuple[Traffic, ...], float]:
-        """Collectives and seconds of moving a value from one spec to another."""
+    def reshard(self, value: Value, source: Spec, target: Spec) -> Route:
+        """How a value gets from one spec to another, and what that costs."""
         if source == target:
-            return (), 0.0
+            return HERE
         key = (value.shape, value.dtype, source, target)
-        if key not in self._reshards:
-            moves = reshard_collectives(value.shape, source, target, self.mesh)
-            item = max(value.nbytes // max(_count(value.shape), 1), 1)
+        if key not in self._routes:
+            item = max(value.nbytes // max(math.prod(value.shape), 1), 1)
+            path = reshard_path(
+                value.shape,
+                source,
+                target,
+                self.mesh,
+                lambda kind, elements, axes: self.traffic_s(Traffic(kind, elements * item, axes)),
+            )
+            moves = path_collectives(value.shape, source, path, self.mesh)
             traffic = tuple(Traffic(kind, elements * item, axes) for kind, elements, axes in moves)
-            self._reshards[key] = (traffic, sum(self.traffic_s(t) for t in traffic))
-        return self._reshards[key]
+            self._routes[key] = Route(path, traffic, sum(self.traffic_s(t) for t in traffic))
+        return self._routes[key]
 
     def sums(self, op: Op, choice: Choice) -> tuple[Traffic, ...]:
         """Collectives that combine an op's partial results."""
@@ -104,10 +140,3 @@ class Pricer:
         share = 1.0 / axes_size(choice.split_axes, self.sizes)
         fused = not any(self._materialized(value) for value in op.results)
         return work_time_s(work, share, moved, self._device, fused=fused)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count

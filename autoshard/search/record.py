@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from autoshard import jax_compat
 from autoshard.cluster import Cluster
@@ -23,6 +23,7 @@ from autoshard.plan import (
     Alternative,
     Argument,
     Collective,
+    Detour,
     Memory,
     Plan,
     Resharding,
@@ -82,6 +83,7 @@ def record_plan(
         )
         for k, (path, atom) in enumerate(zip(info.output_paths, graph.outputs, strict=True))
     )
+    detours = _detours(layout, number)
     return Plan(
         fingerprint=fingerprint(graph),
         cluster=cluster.name,
@@ -92,6 +94,7 @@ def record_plan(
         values=values,
         operands=operand_ids,
         output_ids=output_ids,
+        detours=detours,
         time_s=layout.time_s,
         compute_s=layout.compute_s,
         traffic_s=layout.traffic_s,
@@ -137,10 +140,20 @@ def _outputs(graph: Graph, ops: Ops, layout: Layout) -> dict[tuple[Graph, int], 
     return found
 
 
+def _detours(layout: Layout, number: Callable[[Spec | None], int]) -> tuple[Detour, ...]:
+    """Reshardings that go through a spec in between."""
+    found: dict[Detour, None] = {}
+    for move in layout.moves:
+        if len(move.route.path) > 1:
+            way = tuple(number(spec) for spec in move.route.path)
+            found[(move.value.shape, number(move.source), way)] = None
+    return tuple(found)
+
+
 def _collectives(layout: Layout, time_of: Mapping[Traffic, float]) -> tuple[Collective, ...]:
     rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     every = [(t, times) for _, t, times in layout.sums]
-    every += [(t, move.times) for move in layout.moves for t in move.traffic]
+    every += [(t, move.times) for move in layout.moves for t in move.route.traffic]
     for traffic, times in every:
         row = rows.setdefault((traffic.kind, traffic.axes), [0, 0, 0.0])
         row[0] += times
@@ -154,14 +167,17 @@ def _reshardings(graph: Graph, ops: Ops, info: StepInfo, layout: Layout) -> tupl
     paths = dict(zip(graph.inputs, info.input_paths, strict=True))
     rows: list[Resharding] = []
     for move in layout.moves:
-        if not move.traffic:
+        if not move.route.traffic:
             continue
         op, _ = ops.maker[move.value]
         line = jax_compat.source_line(op.equation.place.source) if op.equation is not None else ""
-        what = f"{paths[move.value]} {short_type(move.value.aval)}" if move.value in paths else short_type(move.value.aval)
-        nbytes = move.times * sum(t.nbytes for t in move.traffic)
-        kinds = tuple(t.kind for t in move.traffic)
-        rows.append(Resharding(what, line, move.source, move.target, kinds, nbytes, move.times, move.time_s))
+        what = (
+            f"{paths[move.value]} {short_type(move.value.aval)}" if move.value in paths else short_type(move.value.aval)
+        )
+        nbytes = move.times * sum(t.nbytes for t in move.route.traffic)
+        kinds = tuple(t.kind for t in move.route.traffic)
+        seconds = move.times * move.route.time_s
+        rows.append(Resharding(what, line, move.source, move.route.path[-1], kinds, nbytes, move.times, seconds))
     return tuple(sorted(rows, key=lambda r: -r.time_s))
 
 
@@ -200,9 +216,15 @@ def _whole(inputs: tuple[Argument, ...], mesh: MeshShape) -> list[str]:
         shape = [int(n) for n in a.type[a.type.index("[") + 1 : -1].split(",") if n]
         if max(shape, default=1) == 1:
             continue
-        stuck = [f"dimension {d} of {n}" for d, n in enumerate(shape) if n > 1 and all(n % s for s in sizes.values() if s > 1)]
+        stuck = [
+            f"dimension {d} of {n}"
+            for d, n in enumerate(shape)
+            if n > 1 and all(n % s for s in sizes.values() if s > 1)
+        ]
         if len(stuck) == sum(n > 1 for n in shape):
-            lines.append(f"whole on every device: {a.path} {a.type}: {', '.join(stuck)} divides by no mesh axis {sizes}")
+            lines.append(
+                f"whole on every device: {a.path} {a.type}: {', '.join(stuck)} divides by no mesh axis {sizes}"
+            )
         else:
             also = f"; {', '.join(stuck)} divides by no mesh axis {sizes}" if stuck else ""
             lines.append(f"whole on every device: {a.path} {a.type}: splitting it costs more than it saves{also}")

@@ -33,9 +33,7 @@ ILP_ENTRIES = 300_000
 """Most table entries given to the ILP: CBC needs minutes to load more."""
 
 
-def solve(
-    problem: Problem, *, budget_s: float, seed: int, starts: Sequence[Sequence[int]] = ()
-) -> Solution:
+def solve(problem: Problem, *, budget_s: float, seed: int, starts: Sequence[Sequence[int]] = ()) -> Solution:
     """The best choice found within the budget.
 
     Args:
@@ -191,16 +189,24 @@ def _polish(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
     improved = True
     while improved:
         improved = False
-        for i, costs in enumerate(problem.costs):
-            total = costs + sum((pair(problem, i, j)[:, current[j]] for j in around[i]), np.zeros(len(costs)))
+        for i in range(len(problem.costs)):
+            total = _local(problem, around[i], i, current)
             after = used[:, None] - problem.usages[i][:, [current[i]]] + problem.usages[i]
             total = np.where((after <= limit).all(axis=0), total, np.inf)
             s = int(np.argmin(total))
-            if total[s] < total[current[i]] - 1e-15 * abs(total[current[i]]) and s != current[i]:
+            if total[s] * (1 + 1e-12) < total[current[i]]:
                 used = after[:, s]
                 current[i] = s
                 improved = True
     return tuple(current)
+
+
+def _local(problem: Problem, around: Sequence[int], i: int, current: Sequence[int]) -> Floats:
+    """Cost of each choice of one node with all others as they are."""
+    total = problem.costs[i].copy()
+    for j in around:
+        total += pair(problem, i, j)[:, current[j]]
+    return total
 
 
 def _repair(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
@@ -217,7 +223,7 @@ def _repair(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
         for i, costs in enumerate(problem.costs):
             if len(costs) < 2:
                 continue
-            total = costs + sum((pair(problem, i, j)[:, current[j]] for j in around[i]), np.zeros(len(costs)))
+            total = _local(problem, around[i], i, current)
             after = used[:, None] - problem.usages[i][:, [current[i]]] + problem.usages[i]
             saved = over.sum() - np.maximum(after - problem.limit, 0.0).sum(axis=0)
             with np.errstate(divide="ignore", invalid="ignore"):

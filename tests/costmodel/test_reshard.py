@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autoshard.costmodel import path_collectives, rematerializes, reshard_collectives, reshard_path
-from autoshard.costmodel.reshard import _specs
+from autoshard.costmodel.reshard import (
+    _specs,
+    path_collectives,
+    rematerializes,
+    reshard_collectives,
+    reshard_path,
+)
 from autoshard.ir import MeshShape, Spec, axes_size, partition_spec
 from autoshard.runtime.hlo import collectives
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from autoshard.errors import TraceError, VerifyError
 from autoshard.ir import Apply, Graph, Reshard, Value, evaluate, print_graph, trace, verify
 

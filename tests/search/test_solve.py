@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from autoshard.search import Problem, Result, solve
 
 

@@ -8,8 +8,10 @@ jax 0.10.2 computes wrong values on CPU (jax-ml/jax#39103) and is refused at imp
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -191,3 +193,106 @@ def ambient_mesh() -> tuple[Any, Any]:
     if concrete is None or concrete.empty:
         concrete = _mesh.thread_resources.env.physical_mesh
     return abstract, (None if concrete.empty else concrete)
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredForGpu:
+    """A program lowered for CUDA devices that need not be there.
+
+    Attributes:
+      code: StableHLO bytecode, shardings included.
+      inputs, outputs: which of them have no sharding of their own, so that the partitioner may choose one.
+      shardy: whether shardings are Shardy's (JAX's default) or GSPMD's.
+    """
+
+    code: bytes
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+    shardy: bool
+
+
+def lower_for_gpu(jitted: Any, args: Sequence[Any]) -> LoweredForGpu:
+    """Traces and lowers a jitted function for CUDA; its mesh may be one of stand-in devices."""
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    with io.BytesIO() as file:
+        lowered.compiler_ir("stablehlo").operation.write_bytecode(file)
+        code = file.getvalue()
+    compile_args = lowered._lowering.compile_args
+    free = ("UnspecifiedValue", "AUTO")
+    inputs = tuple(type(s).__name__ in free for s in compile_args["in_shardings"])
+    outputs = tuple(type(s).__name__ in free for s in compile_args["out_shardings"])
+    config: Any = jax.config
+    return LoweredForGpu(code, inputs, outputs, bool(config.jax_use_shardy_partitioner))
+
+
+def compile_for_gpus(lowered: LoweredForGpu, topology: str, target: str, devices: int) -> Any:
+    """Compiles with XLA's GPU compiler for a topology ("slices x hosts x devices a host").
+
+    Args:
+      lowered: from `lower_for_gpu`, of this process or another.
+      topology: at least as many devices as the program runs on.
+      target: text proto of the device.
+      devices: how many the program runs on.
+
+    Returns:
+      An executable that cannot run: `hlo_modules()`, `get_compiled_memory_stats()`.
+    """
+    import numpy as np
+    from jax._src import compiler as _compiler
+    from jax._src.interpreters import mlir as _mlir
+    from jax._src.lib import xla_client as _xla_client
+    from jax._src.lib.mlir import ir as _ir
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(topology, platform="cuda", target_config=target, topology=topology)
+    used = tuple(described.devices[:devices])
+    client: Any = used[0].client
+    options = _compiler.get_compile_options(1, devices, np.array(used, dtype=object).reshape(1, -1), backend=client)
+    build: Any = options.executable_build_options
+    build.use_shardy_partitioner = lowered.shardy
+    build.allow_spmd_sharding_propagation_to_parameters = list(lowered.inputs)
+    build.allow_spmd_sharding_propagation_to_output = list(lowered.outputs)
+    with _mlir.make_ir_context():
+        module = _ir.Module.parse(lowered.code)
+        return _compiler.backend_compile_and_load(client, module, _xla_client.DeviceList(used), options, [])
+
+
+def lower_with_sharding_rules(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], platform: str) -> Any:
+    """The MLIR module of `fun` at these abstract values, with Shardy's rule on every StableHLO operator it knows."""
+    from jaxlib.mlir.passmanager import PassManager
+
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    traced = jax.jit(fun, keep_unused=True).trace(*structs)
+    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    with module.context:
+        PassManager.parse("builtin.module(func.func(sdy-populate-op-sharding-rules))").run(module.operation)
+    return module
+
+
+def sharding_rule_of(op: Any) -> Any:
+    """Shardy's rule on an MLIR operation (`sdy.OpShardingRuleAttr`), or None."""
+    from jaxlib.mlir.dialects import sdy
+
+    attributes = op.attributes
+    if "sdy.sharding_rule" not in attributes:
+        return None
+    return sdy.OpShardingRuleAttr(attributes["sdy.sharding_rule"])
+
+
+def tensor_dims(mapping: Any) -> Sequence[Any]:
+    """The dimensions of one value in a Shardy rule."""
+    from jaxlib.mlir.dialects import sdy
+
+    return sdy.TensorMappingAttr(mapping).dim_mappings
+
+
+def dim_factors(dim: Any) -> Sequence[int]:
+    """The factors of one dimension in a Shardy rule."""
+    from jaxlib.mlir.dialects import sdy
+
+    return sdy.DimMappingAttr(dim).factor_indices
+
+
+def mlir_shape(value: Any) -> tuple[int, ...]:
+    """The shape of an MLIR value; () of tokens."""
+    return tuple(getattr(value.type, "shape", ()))

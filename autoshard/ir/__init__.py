@@ -21,7 +21,9 @@ from .printer import print_equation as print_equation
 from .printer import print_graph as print_graph
 from .printer import print_spec as print_spec
 from .printer import short_type as short_type
-from .rules_interim import factor_rule as factor_rule
+from .rule_builder import FactorBuilder as FactorBuilder
+from .rules import factor_rule as factor_rule
+from .rules import register_rule as register_rule
 from .spec import Assignment as Assignment
 from .spec import MeshShape as MeshShape
 from .spec import assignment_of as assignment_of
@@ -39,3 +41,4 @@ from .step import StepInfo as StepInfo
 from .trace import from_jaxpr as from_jaxpr
 from .trace import trace as trace
 from .verify import verify as verify
+from .step import state_groups as state_groups

@@ -35,7 +35,7 @@ def _tie(equation: Apply) -> FactorRule:
     return builder.pointwise((builder.operands[-1], builder.result())).build()
 
 
-@register_rule("bitcast_convert_type", "bitcast", "to_edtype", "from_edtype")
+@register_rule("bitcast_convert_type", "to_edtype", "from_edtype")
 def _bitcast(equation: Apply) -> FactorRule:
     """Leading dimensions alike; a last one that only one side has holds the parts of an element and stays whole."""
     builder = FactorBuilder(equation)

@@ -137,20 +137,23 @@ def _unstack(equation: Apply) -> FactorRule:
 
 @register_rule("split")
 def _split(equation: Apply) -> FactorRule:
+    """Slices: a permutation of the dimension that is taken apart."""
     builder = FactorBuilder(equation)
-    return builder.pointwise(dims=_others(builder, equation.params["axis"])).build()
+    axis = equation.params["axis"] % len(builder.shapes[0])
+    builder.pointwise(dims=_others(builder, axis))
+    for position, shape in enumerate(builder.shapes):
+        builder.factor({position: axis}, FactorKind.PERMUTATION, size=shape[axis])
+    return builder.build()
 
 
 @register_rule("tile")
 def _tile(equation: Apply) -> FactorRule:
-    """A dimension repeated once is itself, one of size 1 is broadcast, others stay whole."""
+    """`([i])->([ki])`: repetitions are free and major."""
     builder = FactorBuilder(equation)
     out = builder.result()
     for dim, (size, grown) in enumerate(zip(builder.shapes[0], builder.shapes[out], strict=True)):
-        if size == grown:
-            builder.factor({0: dim, out: dim})
-        elif size == 1:
-            builder.factor({out: dim})
+        builder.factor({out: dim}, size=grown // max(size, 1))
+        builder.factor({0: dim, out: dim}, size=size)
     return builder.build()
 
 
@@ -170,15 +173,6 @@ def _slice(equation: Apply) -> FactorRule:
 @register_rule("rev")
 def _rev(equation: Apply) -> FactorRule:
     return _permuted(equation, set(equation.params["dimensions"]))
-
-
-@register_rule("roll")
-def _roll(equation: Apply) -> FactorRule:
-    builder = FactorBuilder(equation)
-    axes = equation.params.get("axis", equation.params.get("axes", range(len(builder.shapes[0]))))
-    rank = max(len(builder.shapes[0]), 1)
-    moved = {int(axis) % rank for axis in ((axes,) if isinstance(axes, int) else tuple(axes))}
-    return _permuted(equation, moved)
 
 
 def _permuted(equation: Apply, moved: set[int]) -> FactorRule:

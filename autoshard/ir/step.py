@@ -28,7 +28,9 @@ Flow = tuple[Inputs, Inputs]
 
 NOTHING: Flow = (frozenset(), frozenset())
 
-CARRY_ALL = frozenset({"add", "add_any", "max", "min", "copy", "copy_p", "convert_element_type", "optimization_barrier"})
+CARRY_ALL = frozenset(
+    {"add", "add_any", "max", "min", "copy", "copy_p", "convert_element_type", "optimization_barrier"}
+)
 """Operands whose value goes on into the result, whatever their place."""
 
 CARRY_FIRST = frozenset(
@@ -55,7 +57,22 @@ CARRY_LATER = frozenset({"select_n", "clamp"})
 """The first operand chooses or bounds, the others go on."""
 
 MIX = frozenset(
-    {"mul", "div", "neg", "sub", "pow", "integer_pow", "sqrt", "rsqrt", "square", "sign", "exp", "abs", "rem", "nextafter"}
+    {
+        "mul",
+        "div",
+        "neg",
+        "sub",
+        "pow",
+        "integer_pow",
+        "sqrt",
+        "rsqrt",
+        "square",
+        "sign",
+        "exp",
+        "abs",
+        "rem",
+        "nextafter",
+    }
     | {"and", "or", "xor", "not", "round", "floor", "ceil"}
 )
 """Elementwise operations that keep a value's place but not the value."""

@@ -8,11 +8,12 @@ Leaves are sorted into arrays (jax and numpy arrays, Python numbers as weakly ty
 does; ShapeDtypeStruct for planning), NNX objects, and static values (everything else). Python numbers
 inside an Equinox module are static, because Equinox modules branch on them (`inference`, rates).
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -297,7 +298,7 @@ def equinox_leaves(values: Any) -> frozenset[int]:
     module = getattr(library, "Module", None)
     if module is None:
         return frozenset()
-    is_object = nnx_objects.object_test() or (lambda _: False)
+    is_object = nnx_objects.object_test() or _never
     found: set[int] = set()
     position = 0
     for part in jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, module) or is_object(x)):
@@ -307,6 +308,10 @@ def equinox_leaves(values: Any) -> frozenset[int]:
             found.update(range(position, position + size))
         position += size
     return frozenset(found)
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 def is_abstract(value: Any) -> bool:
@@ -345,7 +350,9 @@ def aval_of(value: Any, path: str) -> Any:
         aval = jax.typeof(_native(value))
     except (TypeError, OverflowError) as error:
         raise ArgumentError(
-            explain(f"{path} is {value!r}: {error}", "arrays or numbers that JAX can hold", "convert it before the call")
+            explain(
+                f"{path} is {value!r}: {error}", "arrays or numbers that JAX can hold", "convert it before the call"
+            )
         ) from error
     return jax_compat.aval_of(aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
@@ -374,33 +381,6 @@ def _static(value: Any, path: str) -> Static:
             )
         ) from None
     return Static(value)
-
-
-ReadLeaves = Callable[[Sequence[Any]], Sequence[Any]]
-
-
-def reader(template: Template) -> ReadLeaves:
-    """A quick way from the slot values of a later call to its arrays, without paths or shapes.
-
-    The function returned raises `NewSignature` where the values do not fit the template; avals are left
-    to the caller. Templates with NNX objects are not for it.
-    """
-    assert not any(isinstance(leaf, ObjectLeaf) for leaf in template.leaves), "objects are read by split"
-    is_object = nnx_objects.object_test()
-    fixed = [(i, leaf.same) for i, leaf in enumerate(template.leaves) if isinstance(leaf, Static)]
-    arrays = [i for i, leaf in enumerate(template.leaves) if isinstance(leaf, ArrayLeaf)]
-    dynamic = [i for i, slot in enumerate(template.slots) if not slot.static]
-    statics = list(zip((i for i, slot in enumerate(template.slots) if slot.static), template.statics, strict=True))
-
-    def read(values: Sequence[Any]) -> Sequence[Any]:
-        if len(values) != len(template.slots) or not all(static.same(values[i]) for i, static in statics):
-            raise NewSignature
-        leaves, tree = jax.tree.flatten([values[i] for i in dynamic], is_leaf=is_object)
-        if tree != template.tree or not all(same(leaves[i]) for i, same in fixed):
-            raise NewSignature
-        return [leaves[i] for i in arrays]
-
-    return read
 
 
 @final

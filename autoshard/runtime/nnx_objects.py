@@ -10,6 +10,7 @@ Modules, optimizers, random streams and single Variables are mutable objects. A 
 One reference index goes over all objects of a call, so a parameter that both the model and the
 optimizer hold stays one parameter. Flax is never imported here: objects exist only if the user did.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -94,3 +95,18 @@ def update(definitions: Sequence[Any], arrays: Sequence[Sequence[Any]], outer: R
 def no_references() -> References:
     """References of a call without NNX objects."""
     return _library().graphlib.RefMap()
+
+
+def write(objects: Sequence[Any], arrays: Sequence[Sequence[Any]]) -> None:
+    """Writes other arrays into the user's objects, in the order of `split`; their structure stays."""
+    definitions, _, outer = split(objects)
+    copies, references = merge(definitions, arrays)
+    after, parts, _ = split(copies, references)
+    update(after, parts, outer)
+
+
+def state_of(definition: Any, values: Sequence[Any]) -> Any:
+    """A `nnx.State` with these values in the place of an object's arrays."""
+    library = _library()
+    stand_in = library.graphlib.unflatten(definition, list(values), index_ref=library.graphlib.IndexMap())
+    return library.graphlib.state(stand_in)

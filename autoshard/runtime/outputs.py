@@ -4,6 +4,7 @@
 
 Results that are not arrays are kept aside while tracing and handed back as they are.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ def hidden_sources(template: Template, before: Sequence[Any], after: Sequence[An
 
 def top_parts(result: Any, found: Sorted, objects: int) -> tuple[int, ...]:
     """Of each flat result (arrays of NNX arguments included, as -1) the child of `result` it belongs to."""
-    is_object = nnx_objects.object_test() or (lambda _: False)
+    is_object = nnx_objects.object_test() or _never
     children: list[Any] = jax.tree.leaves(result, is_leaf=lambda x: x is not result or is_object(x))
     sizes = [len(jax.tree.leaves(child, is_leaf=is_object)) for child in children]
     owners = [part for part, size in enumerate(sizes) for _ in range(size)]
@@ -138,3 +139,7 @@ def top_parts(result: Any, found: Sorted, objects: int) -> tuple[int, ...]:
     for leaf, owner in zip(found.leaves, [*[-1] * objects, *owners], strict=True):
         parts.extend([owner] * (leaf.size if isinstance(leaf, ObjectLeaf) else 0 if isinstance(leaf, Static) else 1))
     return tuple(parts)
+
+
+def _never(_: Any) -> bool:
+    return False

@@ -7,6 +7,7 @@ By structure, in order and greedily, each output leaf used once:
 
 then by flow, so that gradients do not pass for new parameters (`autoshard.ir.step`).
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from typing import Any, final
 
 import jax
 
-from autoshard.ir import Graph
-from autoshard.ir.step import StepInfo, state_groups
+from autoshard.ir import Graph, StepInfo, state_groups
 from autoshard.runtime.arguments import ArrayLeaf, Call, Leaf, ObjectLeaf, Static
 from autoshard.runtime.outputs import Outputs
 
@@ -74,7 +74,7 @@ def donated(call: Call, pairs: Pairs) -> tuple[int, ...]:
 
 def match(call: Call, outputs: Outputs) -> tuple[Pairs, ...]:
     """The pairs of each argument subtree that has an output of its structure."""
-    inputs = [aval for aval in call.avals]
+    inputs = call.avals
     before = _ranges(call.template.leaves, 0)
     after = _ranges(outputs.leaves, sum(leaf.size for leaf in outputs.hidden))
     candidates = list(pieces(_skeleton(outputs.tree), 2))
@@ -161,5 +161,3 @@ def _pairs(
 
 def _same(first: Any, second: Any) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype
-
-

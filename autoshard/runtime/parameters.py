@@ -1,4 +1,5 @@
 """The parameters of the user's function: how a call's arguments are ordered, named, static or donated."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def _by_index(
 ) -> tuple[frozenset[str], frozenset[int]]:
     names: set[str] = set()
     positions: set[int] = set()
-    for index in indices if isinstance(indices, Iterable) and not isinstance(indices, str) else (indices,):
+    given: Iterable[Any] = indices if isinstance(indices, Iterable) and not isinstance(indices, str) else (indices,)
+    for index in given:
         try:
             number = operator.index(index)
         except TypeError:
@@ -180,9 +182,7 @@ def _by_index(
 
 def _by_name(names: str | Iterable[str] | None, signature: inspect.Signature, fun_name: str) -> frozenset[str]:
     given = (names,) if isinstance(names, str) else tuple(names or ())
-    known = {
-        p.name for p in signature.parameters.values() if p.kind not in (KINDS.VAR_POSITIONAL, KINDS.VAR_KEYWORD)
-    }
+    known = {p.name for p in signature.parameters.values() if p.kind not in (KINDS.VAR_POSITIONAL, KINDS.VAR_KEYWORD)}
     anything = any(p.kind is KINDS.VAR_KEYWORD for p in signature.parameters.values())
     for each in given:
         if not isinstance(each, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -196,7 +196,8 @@ def _by_name(names: str | Iterable[str] | None, signature: inspect.Signature, fu
         if each not in known and not anything:
             raise ArgumentError(
                 explain(
-                    f"static_argnames names {each!r}, but {fun_name} has the parameters {', '.join(sorted(known)) or 'none'}",
+                    f"static_argnames names {each!r}, but the parameters of {fun_name} are "
+                    f"{', '.join(sorted(known)) or 'none'}",
                     "names of parameters",
                     "correct the name",
                 )

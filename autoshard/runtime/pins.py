@@ -6,6 +6,7 @@
 
 for example {"**/mlp/**/kernel": PartitionSpec(None, "model")}.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def check_pins(pins: Any) -> Pins | None:
             )
         )
     checked: dict[str, PartitionSpec] = {}
-    for pattern, spec in pins.items():  # pyright: ignore[reportUnknownVariableType]
+    for pattern, spec in pins.items():
         if not isinstance(pattern, str) or not pattern.strip("/"):
             raise ArgumentError(
                 explain(f"pins has the key {pattern!r}", 'a path pattern such as "state/**/kernel"', "give a string")
@@ -172,8 +173,8 @@ def _entry(entry: Any, pattern: str) -> tuple[str, ...]:
         return ()
     if isinstance(entry, str):
         return (entry,)
-    if isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry):  # pyright: ignore[reportUnknownVariableType]
-        return tuple(str(axis) for axis in entry)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry):
+        return tuple(str(axis) for axis in entry)
     raise PinError(
         explain(
             f"the pin {pattern!r} has the entry {entry!r}",

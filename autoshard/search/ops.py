@@ -54,7 +54,8 @@ class Op:
       operands: what it reads.
       results: what it makes.
       equation: the equation; of ENTER and LEAVE the control flow; None for inputs and constants.
-      position: of ENTER the equation's operand, of LEAVE its result; -1 for others.
+      position: of ENTER the equation's operand, of LEAVE its result, of a barrier both (each operand passes by
+        itself); -1 for others.
       times: how often its results are made in one call of the step.
     """
 
@@ -190,6 +191,10 @@ class _Builder:
                     self._while(equation, times)
                 case "cond":
                     self._cond(equation, times)
+                case "optimization_barrier":
+                    for k, (operand, result) in enumerate(zip(equation.inputs, equation.outputs, strict=True)):
+                        rule = free_rule((operand,), (result,))
+                        self.add(OpKind.APPLY, rule, (operand,), (result,), equation, times, k)
                 case _ if any(sized(atom) for atom in (*equation.inputs, *equation.outputs)):
                     rule = factor_rule(equation)
                     self.add(OpKind.APPLY, rule, equation.inputs, equation.outputs, equation, times)

@@ -117,7 +117,8 @@ def _operands(ops: Ops, layout: Layout) -> dict[tuple[Equation, int], Spec]:
             continue
         if op.kind is OpKind.APPLY:
             specs = layout.choice[op.index].operands
-            found.update({(op.equation, k): specs[k] for k, atom in enumerate(op.operands) if sized(atom)})
+            first = max(op.position, 0)
+            found.update({(op.equation, first + k): specs[k] for k, atom in enumerate(op.operands) if sized(atom)})
         elif op.kind is OpKind.ENTER and op.position >= 0 and op.equation.name != "cond" and sized(op.operands[0]):
             found[op.equation, op.position] = layout.choice[op.index].operands[0]
     return found

@@ -199,7 +199,7 @@ def test_kernels_of_a_gpu_program() -> None:
 
 
 def test_text_that_is_no_module() -> None:
-    with pytest.raises(CompileError, match="to do: pass compiled.as_text"):
+    with pytest.raises(CompileError, match="to do: pass compiled"):
         parse_module("func.func @main()")
 
 

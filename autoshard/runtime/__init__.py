@@ -1,0 +1,30 @@
+"""Carrying out plans: binding calls, placing arrays, emitting programs."""
+
+from .arguments import Call as Call
+from .arguments import NewSignature as NewSignature
+from .arguments import bind as bind
+from .arguments import has_tracer as has_tracer
+from .compiled import Compiled as Compiled
+from .compiled import Planned as Planned
+from .compiled import build as build
+from .initialise import initialise as initialise
+from .options import Options as Options
+from .options import check_options as check_options
+from .parameters import Parameters as Parameters
+from .parameters import read_parameters as read_parameters
+from .pjit import auto_mesh as auto_mesh
+from .pjit import check_mesh as check_mesh
+from .pjit import constrained as constrained
+from .pjit import emit as emit
+from .pjit import shardings as shardings
+from .place import place as place
+from .place import sharding_trees as sharding_trees
+from .planning import SEARCH as SEARCH
+from .planning import Library as Library
+from .planning import MakePlan as MakePlan
+from .planning import plan_call as plan_call
+from .settle import settle as settle
+from .target import Target as Target
+from .target import find_target as find_target
+from .target import is_explicit as is_explicit
+from .target import running_mesh as running_mesh

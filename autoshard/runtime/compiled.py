@@ -1,0 +1,250 @@
+"""A planned step as a program: one `jax.jit` per signature.
+
+tree   all leaves are arrays: jax.jit takes the user's own trees, and its C++ dispatch does the flattening and the
+       signature check; its Python body runs only when it traces anew, and then refuses another signature
+flat   static leaves, NNX objects, or a partly donated argument: flattened here, jax.jit takes two lists of arrays,
+       donated and kept
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+from jax.sharding import NamedSharding
+
+from autoshard import jax_compat
+from autoshard.ir import Graph, StepInfo, partition_spec
+from autoshard.plan import Plan
+from autoshard.runtime import nnx_objects
+from autoshard.runtime.arguments import ArrayLeaf, NewSignature, ObjectLeaf, Static, Template
+from autoshard.runtime.outputs import Outputs
+from autoshard.runtime.pjit import shardings
+from autoshard.runtime.target import Target, is_explicit
+
+RunFlat = Callable[[Sequence[Any], Any], Any]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A planned signature.
+
+    Attributes:
+      template, avals, paths: of the call (`autoshard.runtime.arguments`).
+      outputs: of the step.
+      info: names and roles.
+      graph: the prepared graph.
+      plan: made for it.
+      target: where it was planned for.
+    """
+
+    template: Template
+    avals: tuple[Any, ...]
+    paths: tuple[str, ...]
+    outputs: Outputs
+    info: StepInfo
+    graph: Graph
+    plan: Plan
+    target: Target
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """A planned signature that can run here.
+
+    Attributes:
+      planned: what it was made from.
+      mesh: devices.
+      inputs, outputs: shardings of the flat arrays.
+      run: takes the values of the call's slots; raises `NewSignature` where they are of another signature.
+      run_flat: takes the flat arrays and the references of the NNX objects of a call that was bound.
+      lower: the same for `jax.jit(...).lower`.
+    """
+
+    planned: Planned
+    mesh: jax.sharding.Mesh
+    inputs: tuple[NamedSharding, ...]
+    outputs: tuple[NamedSharding, ...]
+    run: Callable[..., Any]
+    run_flat: RunFlat
+    lower: RunFlat
+
+
+def build(planned: Planned, mesh: jax.sharding.Mesh, emitted: Callable[..., Sequence[Any]], name: str) -> Compiled:
+    """The program of a planned signature.
+
+    Args:
+      planned: the signature.
+      mesh: with the plan's axes.
+      emitted: the planned step over flat arrays (`autoshard.runtime.emit`).
+      name: of the step.
+    """
+    inputs = shardings(planned.plan.input_specs, mesh)
+    outputs = shardings(planned.plan.output_specs, mesh)
+    body = _Body(planned, _within(emitted, planned.plan, mesh), name, inputs, outputs)
+    whole = whole_slots(planned)
+    if planned.template.plain and planned.outputs.plain and whole is not None:
+        return Compiled(planned, mesh, inputs, outputs, *body.tree(whole))
+    return Compiled(planned, mesh, inputs, outputs, *body.flat())
+
+
+def whole_slots(planned: Planned) -> tuple[int, ...] | None:
+    """The donated slots, None if one is donated in part."""
+    owners = planned.info.input_arguments
+    donated = set(planned.info.donated)
+    partly = {owner for i, owner in enumerate(owners) if i in donated}
+    kept = {owner for i, owner in enumerate(owners) if i not in donated}
+    return None if partly & kept else tuple(sorted(partly))
+
+
+def _within(emitted: Callable[..., Sequence[Any]], plan: Plan, mesh: jax.sharding.Mesh) -> Callable[..., Sequence[Any]]:
+    """The program with automatic axes inside, where the user's mesh has explicit ones."""
+    if not is_explicit(mesh):
+        return emitted
+    specs = tuple(partition_spec(spec) for spec in plan.output_specs)
+    if not specs:
+        return emitted
+    inside: Any = jax.sharding.auto_axes(
+        lambda *flat: tuple(emitted(*flat)), axes=tuple(mesh.axis_names), out_sharding=specs
+    )
+    return inside
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Body:
+    """What both kinds of programs are made of."""
+
+    planned: Planned
+    emitted: Callable[..., Sequence[Any]]
+    name: str
+    inputs: tuple[NamedSharding, ...]
+    outputs: tuple[NamedSharding, ...]
+
+    def tree(self, donated: tuple[int, ...]) -> tuple[Any, RunFlat, RunFlat]:
+        """The program over the user's own trees; the same over flat arrays; its lowering."""
+        planned, emitted, ambient = self.planned, self.emitted, jax_compat.ambient_mesh()
+        template, result = planned.template, planned.outputs.tree
+        static = tuple(i for i, slot in enumerate(template.slots) if slot.static)
+        dynamic = tuple(i for i, slot in enumerate(template.slots) if not slot.static)
+        is_object = nnx_objects.object_test()
+
+        def entry(*values: Any) -> Any:
+            fits = len(values) == len(template.slots) and jax_compat.ambient_mesh() == ambient
+            if not fits or tuple(Static(values[i]) for i in static) != template.statics:
+                raise NewSignature
+            leaves, tree = jax.tree.flatten([values[i] for i in dynamic], is_leaf=is_object)
+            if tree != template.tree or not same_avals(leaves, planned.avals):
+                raise NewSignature
+            return result.unflatten(emitted(*leaves))
+
+        entry.__name__ = entry.__qualname__ = self.name
+        jitted = jax.jit(
+            entry,
+            in_shardings=tuple(template.tree.unflatten(self.inputs)),
+            out_shardings=result.unflatten(self.outputs),
+            static_argnums=static,
+            donate_argnums=donated,
+        )
+
+        def slots(flat: Sequence[Any]) -> list[Any]:
+            arrays, statics = iter(template.tree.unflatten(flat)), iter(template.statics)
+            return [next(statics).value if slot.static else next(arrays) for slot in template.slots]
+
+        def run_flat(flat: Sequence[Any], _: Any) -> Any:
+            return jitted(*slots(flat))
+
+        def lower(flat: Sequence[Any], _: Any) -> Any:
+            return jitted.lower(*slots(flat))
+
+        return jitted, run_flat, lower
+
+    def flat(self) -> tuple[Callable[..., Any], RunFlat, RunFlat]:
+        """The same three for a program over two lists of arrays."""
+        planned, emitted, ambient = self.planned, self.emitted, jax_compat.ambient_mesh()
+        given = set(planned.info.donated)
+        donated = [i for i in range(len(planned.avals)) if i in given]
+        kept = [i for i in range(len(planned.avals)) if i not in given]
+        places = [0] * len(planned.avals)
+        for place, i in enumerate((*donated, *kept)):
+            places[i] = place
+
+        def entry(first: list[Any], second: list[Any]) -> list[Any]:
+            arrays = [*first, *second]
+            flat = [arrays[place] for place in places]
+            if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
+                raise NewSignature
+            return list(emitted(*flat))
+
+        entry.__name__ = entry.__qualname__ = self.name
+        jitted = jax.jit(
+            entry,
+            in_shardings=([self.inputs[i] for i in donated], [self.inputs[i] for i in kept]),
+            out_shardings=list(self.outputs),
+            donate_argnums=(0,),
+        )
+        read = reader(planned.template)
+        rebuild = planned.outputs.rebuild
+
+        def run_flat(flat: Sequence[Any], references: Any) -> Any:
+            return rebuild(jitted([flat[i] for i in donated], [flat[i] for i in kept]), references)
+
+        def lower(flat: Sequence[Any], _: Any) -> Any:
+            return jitted.lower([flat[i] for i in donated], [flat[i] for i in kept])
+
+        return lambda *values: run_flat(*read(values)), run_flat, lower
+
+
+def same_avals(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
+    """Whether traced leaves have these shapes, dtypes and weak types."""
+    if len(leaves) != len(avals):
+        return False
+    for leaf, aval in zip(leaves, avals, strict=True):
+        found = jax.typeof(leaf)
+        if found.shape != aval.shape or found.dtype != aval.dtype or found.weak_type != aval.weak_type:
+            return False
+    return True
+
+
+Read = Callable[[Sequence[Any]], tuple[list[Any], Any]]
+
+
+def reader(template: Template) -> Read:
+    """A quick way from slot values to flat arrays and NNX references, without paths or avals.
+
+    What it returns raises `NewSignature` where the values do not fit the template; avals are left to jax.jit.
+    """
+    is_object = nnx_objects.object_test()
+    fixed = [(i, leaf.same) for i, leaf in enumerate(template.leaves) if isinstance(leaf, Static)]
+    held = [(i, leaf.definition) for i, leaf in enumerate(template.leaves) if isinstance(leaf, ObjectLeaf)]
+    kinds = [(i, isinstance(leaf, ArrayLeaf)) for i, leaf in enumerate(template.leaves) if not isinstance(leaf, Static)]
+    dynamic = [i for i, slot in enumerate(template.slots) if not slot.static]
+    statics = list(zip((i for i, slot in enumerate(template.slots) if slot.static), template.statics, strict=True))
+    count = len(template.slots)
+
+    def read(values: Sequence[Any]) -> tuple[list[Any], Any]:
+        if len(values) != count or not all(static.same(values[i]) for i, static in statics):
+            raise NewSignature
+        leaves, tree = jax.tree.flatten([values[i] for i in dynamic], is_leaf=is_object)
+        if tree != template.tree or not all(same(leaves[i]) for i, same in fixed):
+            raise NewSignature
+        if not held:
+            return [leaves[i] for i, _ in kinds], None
+        definitions, parts, references = nnx_objects.split([leaves[i] for i, _ in held])
+        if any(found != known for found, (_, known) in zip(definitions, held, strict=True)):
+            raise NewSignature
+        flat: list[Any] = []
+        rest = iter(parts)
+        for i, single in kinds:
+            if single:
+                flat.append(leaves[i])
+            else:
+                flat.extend(next(rest))
+        return flat, references
+
+    return read

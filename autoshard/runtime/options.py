@@ -1,0 +1,201 @@
+"""The decorator's options, checked when the step is decorated."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import jax
+
+from autoshard.errors import ArgumentError, MeshError, explain
+from autoshard.ir import MeshShape
+from autoshard.runtime.pins import Pins, check_pins
+from autoshard.search import named_mesh
+
+UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+"""Units of memory, SI and binary."""
+
+ONE_MESH: Mapping[str, tuple[Any, ...]] = {
+    "stages": (1,),
+    "microbatches": (1,),
+    "schedule": (),
+    "remat": (False,),
+    "sync": (True, "step"),
+    "period": (1,),
+    "delay": (0,),
+    "merge": (False,),
+    "warmup_steps": (0,),
+}
+"""Options of pipelines and delayed averaging, with the values (beside None) that say "on one mesh, as written"."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Checked options.
+
+    Attributes:
+      mesh: a JAX mesh, named sizes, or None to choose.
+      devices: as `autoshard.cluster.resolve_cluster` takes it.
+      pins: path patterns to partition specs.
+      memory_limit: bytes a device may hold.
+      budget_s: seconds for the search.
+      seed: of the search.
+      dump_dir: where the IR is written after each pass.
+    """
+
+    mesh: jax.sharding.Mesh | MeshShape | None
+    devices: Any
+    pins: Pins | None
+    memory_limit: int | None
+    budget_s: float | None
+    seed: int
+    dump_dir: Path | None
+
+
+def check_options(
+    *,
+    mesh: Any,
+    devices: Any,
+    pins: Any,
+    memory_limit: Any,
+    budget: Any,
+    seed: Any,
+    dump_dir: Any,
+    later: Mapping[str, Any],
+) -> Options:
+    """The options, or an error that says which one is wrong.
+
+    Raises:
+      ArgumentError: a wrong type or value, or an option that is not available yet.
+      MeshError: a mesh that cannot exist.
+    """
+    for name, value in later.items():
+        _check_later(name, value)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ArgumentError(explain(f"seed={seed!r}", "an int of at least 0", "give one, or leave it out"))
+    return Options(
+        mesh=check_mesh_option(mesh),
+        devices=devices,
+        pins=check_pins(pins),
+        memory_limit=parse_memory(memory_limit),
+        budget_s=_check_budget(budget),
+        seed=seed,
+        dump_dir=_check_folder(dump_dir),
+    )
+
+
+def check_mesh_option(mesh: Any) -> jax.sharding.Mesh | MeshShape | None:
+    """The option `mesh`: a shape, named sizes, a JAX mesh or None.
+
+    Raises:
+      ArgumentError: none of these.
+      MeshError: sizes below 1, or a name used twice.
+    """
+    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
+        return mesh
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        mesh = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    if _is_size(mesh):
+        mesh = (mesh,)
+    if isinstance(mesh, list | tuple) and mesh and all(_is_size(size) for size in mesh):
+        return named_mesh(tuple(int(size) for size in mesh))
+    pairs: Any = tuple(mesh.items()) if isinstance(mesh, Mapping) else mesh
+    if not isinstance(pairs, list | tuple) or not pairs or not all(_is_axis(pair) for pair in pairs):
+        raise ArgumentError(
+            explain(
+                f"mesh={mesh!r}",
+                'None (chosen), a shape such as (2, 4), named sizes such as {"data": 2, "model": 4}, or a jax.sharding.Mesh',
+                "give one of these",
+            )
+        )
+    named = tuple((str(name), int(size)) for name, size in pairs)
+    if any(size < 1 for _, size in named):
+        raise MeshError(explain(f"mesh={dict(named)}", "sizes of at least 1", "correct the sizes"))
+    twice = sorted({name for name, _ in named if sum(name == other for other, _ in named) > 1})
+    if twice:
+        raise MeshError(
+            explain(f"mesh={named} names {twice[0]!r} twice", "a name for each axis", "rename one of the axes")
+        )
+    return named
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_axis(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str) and _is_size(value[1])
+
+
+def parse_memory(limit: Any) -> int | None:
+    """Bytes of the option `memory_limit`: a number, or text such as "24GiB".
+
+    Raises:
+      ArgumentError: something else, or nothing left.
+    """
+    if limit is None:
+        return None
+    found: float | None = None
+    if isinstance(limit, int | float) and not isinstance(limit, bool):
+        found = float(limit)
+    elif isinstance(limit, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B?)\s*", limit)
+        if match is not None and match[2] in UNITS:
+            found = float(match[1]) * UNITS[match[2]]
+    if found is None or not math.isfinite(found) or found < 1:
+        raise ArgumentError(
+            explain(
+                f"memory_limit={limit!r}",
+                'bytes on one device, positive: an int, or text such as "24GiB" or "80GB"',
+                "correct it, or leave it out to use what the device has",
+            )
+        )
+    return int(found)
+
+
+def _check_budget(budget: Any) -> float | None:
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < math.inf:
+        raise ArgumentError(explain(f"budget={budget!r}", "seconds for the search, above 0", "give e.g. budget=60"))
+    return float(budget)
+
+
+def _check_folder(dump_dir: Any) -> Path | None:
+    if dump_dir is None or dump_dir == "":
+        return None
+    if not isinstance(dump_dir, str | Path):
+        raise ArgumentError(
+            explain(f"dump_dir={dump_dir!r}", "the path of a folder", "give a string or a pathlib.Path")
+        )
+    return Path(dump_dir)
+
+
+def _check_later(name: str, value: Any) -> None:
+    if name not in ONE_MESH:
+        raise ArgumentError(
+            explain(
+                f"the option {name}={value!r}", "one of autoshard's options (see help(autoshard))", "correct the name"
+            )
+        )
+    allowed = ONE_MESH[name]
+    if value is None or any(type(value) is type(each) and value == each for each in allowed):
+        return
+    also = f" or {' or '.join(map(repr, allowed))}" if allowed else ""
+    raise ArgumentError(
+        explain(
+            f"{name}={value!r}, which is not available yet: this version plans one mesh, without pipeline stages",
+            f"None{also}",
+            "leave it out",
+        )
+    )

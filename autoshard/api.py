@@ -8,8 +8,8 @@ A call goes down one of two roads:
     quick   the last signature again: straight into its compiled program, whose dispatch checks the signature
     slow    anything else: bind, plan or look up, move arrays to their planned places, compile, run
 
-Under an outer transformation (jit, grad, vmap, eval_shape) with traced arguments the undecorated function is called: the
-outer program decides.
+Under an outer transformation (jit, grad, vmap, eval_shape) with traced arguments the undecorated function is called:
+the outer program decides.
 """
 
 from __future__ import annotations

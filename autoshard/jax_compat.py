@@ -211,9 +211,9 @@ class LoweredForGpu:
     shardy: bool
 
 
-def lower_for_gpu(jitted: Any, args: Sequence[Any]) -> LoweredForGpu:
-    """Traces and lowers a jitted function for CUDA; its mesh may be one of stand-in devices."""
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+def lower_for_gpu(traced: Any) -> LoweredForGpu:
+    """Lowers a traced function (`jitted.trace(...)`) for CUDA; its mesh may be one of stand-in devices."""
+    lowered = traced.lower(lowering_platforms=("cuda",))
     with io.BytesIO() as file:
         lowered.compiler_ir("stablehlo").operation.write_bytecode(file)
         code = file.getvalue()

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from autoshard import jax_compat
 from autoshard.errors import ArgumentError, explain
@@ -329,7 +330,7 @@ def is_array(value: Any) -> bool:
 
 
 def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "biufc" or jax.dtypes.issubdtype(dtype, np.number) or dtype == jax.dtypes.float0
+    return dtype.kind in "biufc" or dtype == jax.dtypes.float0 or jax.numpy.issubdtype(dtype, np.number)
 
 
 def _native(value: Any) -> Any:
@@ -362,9 +363,9 @@ def has_tracer(values: Iterable[Any]) -> bool:
     is_object = nnx_objects.object_test()
     for leaf in jax.tree.leaves(list(values), is_leaf=is_object):
         if is_object is not None and is_object(leaf):
-            if any(isinstance(x, jax.core.Tracer) for part in nnx_objects.split([leaf])[1] for x in part):
+            if any(isinstance(x, Tracer) for part in nnx_objects.split([leaf])[1] for x in part):
                 return True
-        elif isinstance(leaf, jax.core.Tracer):
+        elif isinstance(leaf, Tracer):
             return True
     return False
 

@@ -109,10 +109,12 @@ def _within(emitted: Callable[..., Sequence[Any]], plan: Plan, mesh: jax.shardin
     specs = tuple(partition_spec(spec) for spec in plan.output_specs)
     if not specs:
         return emitted
-    inside: Any = jax.sharding.auto_axes(
-        lambda *flat: tuple(emitted(*flat)), axes=tuple(mesh.axis_names), out_sharding=specs
-    )
+    inside: Any = jax.sharding.auto_axes(_tupled(emitted), axes=tuple(mesh.axis_names), out_sharding=specs)
     return inside
+
+
+def _tupled(emitted: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Any, ...]]:
+    return lambda *flat: tuple(emitted(*flat))
 
 
 @final

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh
 
 from autoshard.cluster import Cluster, DeviceSpec, MeshShape, mesh_size, resolve_cluster
 from autoshard.errors import CompileError, MeshError, explain
-from autoshard.jax_compat import lower_for_gpu
+from autoshard.jax_compat import LoweredForGpu, lower_for_gpu
 from autoshard.runtime.compile_report import CompiledReport, group_collectives, memory_parts
 from autoshard.runtime.hlo import collectives, kernels
 
@@ -47,6 +47,12 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cud
 TIMEOUT_S = 1800.0
 LOG_LINES = 20
 """How much of a crashed worker's log goes into the error."""
+
+OLDEST = (7, 5)
+"""Compute capability that CUDA 13's ptxas begins with (CUDA 13.0 release notes: Maxwell, Pascal and Volta removed)."""
+
+NOISE = ("compile with a GPU present",)
+"""Warnings that say only that there is no GPU."""
 
 
 @final
@@ -154,7 +160,7 @@ def compile_deviceless(
     report_progress(f"lowering for {gpus.device}")
     begin = time.perf_counter()
     jitted, args = build(deviceless_mesh(target, mesh_shape))
-    lowered = lower_for_gpu(jitted, args)
+    lowered = _lower(jitted, args)
     lower_s = time.perf_counter() - begin
     request = {
         "topology": gpus.topology,
@@ -190,6 +196,20 @@ def compile_deviceless(
     )
 
 
+def _lower(jitted: Any, args: Sequence[Any]) -> LoweredForGpu:
+    traced = jitted.trace(*args)  # what is wrong with the user's own program is raised as it is
+    try:
+        return lower_for_gpu(traced)
+    except Exception as error:
+        raise CompileError(
+            explain(
+                f"the program cannot be lowered for CUDA: {error}",
+                "a program with lowering rules for CUDA, and shardings on its arguments",
+                "give the jitted function in_shardings; replace what only another platform has",
+            )
+        ) from error
+
+
 def _silent(_: str) -> None:
     """Where nobody wants to see progress."""
 
@@ -214,9 +234,19 @@ def _resolve(target: CompileTarget, mesh_shape: MeshShape, memory_bytes: int | N
     if memory_bytes is not None:
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
     per_host = math.gcd(*(node.count for node in cluster.nodes))
+    text = device.target_text()
     name = device.target.device_name if device.target is not None else device.name
+    if device.target is not None and device.target.capability < OLDEST:
+        have, first = (".".join(map(str, c)) for c in (device.target.capability, OLDEST))
+        raise CompileError(
+            explain(
+                f"{name} has compute capability {have}",
+                f"{first} or newer, the oldest that CUDA 13 compiles for",
+                "compile for a newer device, e.g. a100; plan without compiling for this one",
+            )
+        )
     topology = f"1x{count // per_host}x{per_host}"
-    return _Gpus(name, device.target_text(), device.memory_bytes, topology)
+    return _Gpus(name, text, device.memory_bytes, topology)
 
 
 def _counted(target: DeviceSpec | str) -> bool:
@@ -347,7 +377,7 @@ def _warnings(log: str) -> tuple[str, ...]:
     """What XLA logged as a warning or an error, without time and thread, each once."""
     pattern = re.compile(r"^[WE]\d{4} [\d:.]+\s+\d+ ([\w.\-]+):\d+\] (.*)$")
     found = (match[2].strip() for line in log.splitlines() if (match := pattern.match(line)) is not None)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(text for text in found if not any(noise in text for noise in NOISE)))
 
 
 def _ptx(dump: Path) -> str:

@@ -114,7 +114,8 @@ def check_mesh_option(mesh: Any) -> jax.sharding.Mesh | MeshShape | None:
         raise ArgumentError(
             explain(
                 f"mesh={mesh!r}",
-                'None (chosen), a shape such as (2, 4), named sizes such as {"data": 2, "model": 4}, or a jax.sharding.Mesh',
+                'None (chosen), a shape such as (2, 4), named sizes such as {"data": 2, "model": 4}, '
+                "or a jax.sharding.Mesh",
                 "give one of these",
             )
         )

@@ -150,7 +150,7 @@ def _by_index(
 ) -> tuple[frozenset[str], frozenset[int]]:
     names: set[str] = set()
     positions: set[int] = set()
-    given: Iterable[Any] = indices if isinstance(indices, Iterable) and not isinstance(indices, str) else (indices,)
+    given: Any = indices if isinstance(indices, Iterable) and not isinstance(indices, str) else (indices,)
     for index in given:
         try:
             number = operator.index(index)

@@ -229,7 +229,7 @@ class Step:
         """
         return sharding_trees(self._compile(bind(self._parameters, args, kwargs)))
 
-    def init(self, make_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def init(self, make_state: Any, *args: Any, **kwargs: Any) -> Any:
         """What `make_state(*args, **kwargs)` returns, made sharded as planned: never whole on one device.
 
         Args:
@@ -278,7 +278,7 @@ class Step:
                     self._compiled[key] = self._build(planned)
             return [self._compiled[key] for key in reversed(self._planned)]
 
-    def load(self, plan: Plan | str | Path) -> None:
+    def load(self, plan: Any) -> None:
         """Uses a plan made before (or the JSON file of one) instead of a search, for the program it belongs to.
 
         Raises:
@@ -291,7 +291,7 @@ class Step:
                 raise PlanError(
                     explain(f"{plan}: {error}", "the path of a file that Plan.to_json made", "check the path")
                 ) from error
-        if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(plan, Plan):
             raise PlanError(
                 explain(f"load was given a {type(plan).__name__}", "a Plan or the path of a file", "see Plan.from_json")
             )
@@ -334,10 +334,13 @@ class BoundStep:
         return self.__func__.lower(self.__self__, *args, **kwargs)
 
     def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """See `Step.shardings`."""
-        return self.__func__.shardings(self.__self__, *args, **kwargs)
+        """See `Step.shardings`; without the object."""
+        inputs, outputs = self.__func__.shardings(self.__self__, *args, **kwargs)
+        if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+            return (inputs[0][1:], inputs[1]), outputs
+        return inputs[1:], outputs
 
-    def init(self, make_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def init(self, make_state: Any, *args: Any, **kwargs: Any) -> Any:
         """See `Step.init`."""
         return self.__func__.init(make_state, *args, **kwargs)
 
@@ -345,7 +348,7 @@ class BoundStep:
         """See `Step.place`."""
         return self.__func__.place(*values)
 
-    def load(self, plan: Plan | str | Path) -> None:
+    def load(self, plan: Any) -> None:
         """See `Step.load`."""
         self.__func__.load(plan)
 
@@ -354,25 +357,26 @@ class BoundStep:
         self.__func__.clear_cache()
 
 
+# Options are Any: what is wrong is said by `check_options` and its kin, in our words.
 @overload
 def autoshard(fun: Callable[..., Any], /, **options: Any) -> Step: ...
 @overload
 def autoshard(fun: None = None, /, **options: Any) -> Callable[[Callable[..., Any]], Step]: ...
 def autoshard(
-    fun: Callable[..., Any] | None = None,
+    fun: Any = None,
     /,
     *,
     mesh: Any = None,
     devices: Any = "auto",
     pins: Any = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    donate_argnums: Any = None,
     memory_limit: Any = None,
     budget: Any = None,
     seed: Any = 0,
     dump_dir: Any = None,
-    plan: Plan | str | Path | None = None,
+    plan: Any = None,
     **later: Any,
 ) -> Step | Callable[[Callable[..., Any]], Step]:
     """Shards a step that was written for one device.
@@ -413,7 +417,7 @@ def autoshard(
         later=later,
     )
 
-    def decorate(function: Callable[..., Any]) -> Step:
+    def decorate(function: Any) -> Step:
         if isinstance(function, Step):
             raise ArgumentError(
                 explain(

@@ -6,7 +6,7 @@ import fnmatch
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -150,15 +150,15 @@ def bench_step(
     step, args, kwargs = load_step(target, inputs)
     fun = step.__wrapped__ if isinstance(step, Step) else step
     sharded = autoshard(fun, donate_argnums=(), **_options(devices, mesh, "", 0.0, ""))
-    plain = jax.jit(fun)
+    plain = jax.jit(fun)  # pyright: ignore[reportUnknownMemberType]
     with _working("planning and compiling"):
-        jax.block_until_ready(sharded(*args, **kwargs))
-        jax.block_until_ready(plain(*args, **kwargs))
+        _wait(sharded(*args, **kwargs))
+        _wait(plain(*args, **kwargs))
     times: dict[str, list[float]] = {"planned": [], "plain jit, one device": []}
     for _ in range(steps):
         for name, run in (("planned", sharded), ("plain jit, one device", plain)):
             start = time.perf_counter()
-            jax.block_until_ready(run(*args, **kwargs))
+            _wait(run(*args, **kwargs))
             times[name].append(time.perf_counter() - start)
     table = Table("program", "median", "fastest")
     for name, found in times.items():
@@ -210,8 +210,13 @@ def _read(file: str) -> Plan:
         ) from error
 
 
+def _wait(tree: Any) -> None:
+    """Until every array of a result is there."""
+    jax.block_until_ready(tree)  # pyright: ignore[reportUnknownMemberType]
+
+
 @contextmanager
-def _working(what: str) -> Iterator[None]:
+def _working(what: str) -> Generator[None]:
     """A spinner while something slow runs, then how long it took."""
     start = time.perf_counter()
     with console.status(f"{what} ..."):

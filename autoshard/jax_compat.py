@@ -257,13 +257,19 @@ def compile_for_gpus(lowered: LoweredForGpu, topology: str, target: str, devices
         return _compiler.backend_compile_and_load(client, module, _xla_client.DeviceList(used), options, [])
 
 
+def threefry_partitionable() -> bool:
+    """Whether Threefry's bits are hashes of their positions (JAX's default since 0.5)."""
+    config: Any = jax.config
+    return bool(config.jax_threefry_partitionable)
+
+
 def lower_with_sharding_rules(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], platform: str) -> Any:
     """The MLIR module of `fun` at these abstract values, with Shardy's rule on every StableHLO operator it knows."""
     from jaxlib.mlir.passmanager import PassManager
 
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
     traced = jax.jit(fun, keep_unused=True).trace(*structs)
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    module: Any = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     with module.context:
         PassManager.parse("builtin.module(func.func(sdy-populate-op-sharding-rules))").run(module.operation)
     return module
@@ -277,6 +283,26 @@ def sharding_rule_of(op: Any) -> Any:
     if "sdy.sharding_rule" not in attributes:
         return None
     return sdy.OpShardingRuleAttr(attributes["sdy.sharding_rule"])
+
+
+def custom_partitioning_rule(params: Any) -> Any:
+    """The rule a user gave to `jax.experimental.custom_partitioning`, as `sdy.OpShardingRuleAttr`.
+
+    None where there is none, or where it is a function of the mesh, which is not known yet.
+    """
+    from jax._src import custom_partitioning_sharding_rule as _custom
+    from jax._src.interpreters import mlir as _mlir
+    from jaxlib.mlir import ir
+
+    rule, call = params.get("sharding_rule"), params["call"]
+    if rule is None or callable(rule):
+        return None
+    with _mlir.make_ir_context(), ir.Location.unknown():
+        operands, results = (
+            list[ir.Type](ir.RankedTensorType.get(a.shape, _mlir.dtype_to_ir_type(a.dtype)) for a in avals)
+            for avals in (call.in_avals, call.out_avals)
+        )
+        return _custom.sdy_sharding_rule_to_mlir(rule, operands, results)
 
 
 def tensor_dims(mapping: Any) -> Sequence[Any]:

@@ -1,7 +1,7 @@
 """Finds a step and its inputs by name: `train.py:step`, `package.module:step`.
 
-The inputs are a function or value in the same file, `inputs` by default, that gives the arguments of one call: a tuple of
-positional arguments, a dict of keyword arguments, or (tuple, dict). `jax.ShapeDtypeStruct`s will do.
+The inputs are a function or value in the same file, `inputs` by default, that gives the arguments of one call: a tuple
+of positional arguments, a dict of keyword arguments, or (tuple, dict). `jax.ShapeDtypeStruct`s will do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from autoshard.errors import ArgumentError, explain
 
@@ -57,7 +57,8 @@ def _module(place: str) -> ModuleType:
         raise ArgumentError(explain(f"{place}: no such file", "a Python file", todo))
     name = f"_autoshard_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    assert spec is not None, "a .py file has a spec"
+    assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
@@ -78,12 +79,15 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def _arguments(given: Any, where: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, dict):
-        return (), given
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
-        return given
-    if isinstance(given, tuple):
-        return given, {}
+    match given:
+        case dict():
+            return (), cast("dict[str, Any]", given)
+        case tuple((tuple(), dict())):
+            return cast("tuple[tuple[Any, ...], dict[str, Any]]", given)
+        case tuple():
+            return cast("tuple[Any, ...]", given), {}
+        case _:
+            pass
     raise ArgumentError(
         explain(
             f"{where} gives a {type(given).__name__}",

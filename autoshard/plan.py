@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, final
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, cast, final
 
 from autoshard.errors import PlanError, explain
 from autoshard.ir import Equation, Graph, MeshShape, Spec, Value, print_graph
@@ -291,27 +291,27 @@ def _known(plan: Plan, keys: Iterator[Any], numbers: tuple[int, ...]) -> Iterato
 
 
 def _encode(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
+    if is_dataclass(value):
         return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
-        return [_encode(v) for v in value]
+        return [_encode(v) for v in cast("tuple[Any, ...]", value)]
     return value
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+    return tuple(_tuples(v) for v in cast("list[Any]", value)) if isinstance(value, list) else value
 
 
 def _decode_plan(text: str) -> Plan:
     todo = "save plans with plan.to_json(), or plan again"
     try:
-        raw = json.loads(text)
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(explain(f"not JSON: {error}", "a plan written by Plan.to_json", todo)) from error
-    if not isinstance(raw, dict) or "format" not in raw:
-        raise PlanError(
-            explain(f"a JSON {type(raw).__name__} without a format", "a plan written by Plan.to_json", todo)
-        )
+    if not isinstance(found, dict) or "format" not in found:
+        given = f"a JSON {type(found).__name__} without a format"  # pyright: ignore[reportUnknownArgumentType]
+        raise PlanError(explain(given, "a plan written by Plan.to_json", todo))
+    raw = cast("dict[str, Any]", found)
     if raw.pop("format") != FORMAT:
         raise PlanError(explain("a plan of another format", f"format {FORMAT}", "plan again with this version"))
     names = {f.name for f in fields(Plan)}

@@ -1,8 +1,8 @@
 """Which values are alive when: the linear form of peak memory that the solver's rows and the estimate share.
 
-Equations are numbered in execution order, bodies in place (one trip). A value is alive from the equation that makes it
-to its last reader; inputs and outputs of the whole program are alive throughout, an output that reuses a donated input's
-buffer is not counted again. A result may take over the buffer of an operand that dies there, so a value's life
+Equations are numbered in execution order, bodies in place (one trip). A value is alive from the equation that makes
+it to its last reader; inputs and outputs of the whole program are alive throughout, an output that reuses a donated
+input's buffer is not counted again. A result may take over the buffer of an operand that dies there, so a value's life
 ends before its last reader where that reader is elementwise.
 
     usage(t) = sum over values alive at t of the bytes of one device's part

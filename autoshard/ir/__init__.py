@@ -38,7 +38,7 @@ from .spec import replicated as replicated
 from .spec import spec_axes as spec_axes
 from .spec import spec_of as spec_of
 from .step import StepInfo as StepInfo
+from .step import state_groups as state_groups
 from .trace import from_jaxpr as from_jaxpr
 from .trace import trace as trace
 from .verify import verify as verify
-from .step import state_groups as state_groups

@@ -13,7 +13,7 @@ and the factor needs replication.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -78,16 +78,23 @@ class Composer:
                 self._kinds[factor].add(FactorKind.NEED_REPLICATION if kind is FactorKind.REDUCTION else kind)
         values = zip((*operands, *results), (*rule.operands, *rule.results), strict=True)
         for value, dims in values:
-            for own, dim in zip(self._values[value], dims, strict=False):
+            for own, dim in zip(self._values[value], dims, strict=True):
                 self._meet(own, [factors[f] for f in dim if rule.sizes[f] > 1])
 
-    def link(self, a: Hashable, b: Hashable, a_skip: int = 0, b_skip: int = 0) -> None:
-        """Two values are the same, but for leading dimensions of either."""
-        for x, y in zip(self._values[a][a_skip:], self._values[b][b_skip:], strict=True):
+    def link(
+        self, source: Hashable, target: Hashable, alias: bool = False, source_skip: int = 0, target_skip: int = 0
+    ) -> None:
+        """Two values are split alike.
+
+        Args:
+          source, target: the second gets its contents from the first.
+          alias: whether it is just the first under another name, so that partial sums stay partial sums. A loop's
+            carry is not: the next round computes with it.
+          source_skip, target_skip: leading dimensions that only one of them has.
+        """
+        for x, y in zip(self._values[source][source_skip:], self._values[target][target_skip:], strict=True):
             self._meet(x, y)
-        # Whatever is reduced into one of them has to be whole in the other.
-        self._steps.append(_Step((a,), (b,), moves=False))
-        self._steps.append(_Step((b,), (a,), moves=False))
+        self._steps.append(_Step((source,), (target,), alias))
 
     def keep_whole(self, value: Hashable, dim: int) -> None:
         """A dimension may not be split."""
@@ -111,6 +118,11 @@ class Composer:
         """
         values = (*operands, *results)
         self._spread_repeats()
+        readers: dict[Hashable, list[_Step]] = {}
+        for step in self._steps:
+            for value in step.operands:
+                readers.setdefault(value, []).append(step)
+        intact = [self._leaves_intact(step, frozenset(results), readers) for step in self._steps] if strict else []
         chosen: dict[int, int] = {}
         sides: list[Dims] = []
         for k, value in enumerate(values):
@@ -121,43 +133,42 @@ class Composer:
         kinds: list[FactorKind] = []
         reducers: list[str] = []
         for factor in chosen:
-            kind, reducer = self._kind(factor, split_results, frozenset(results), strict)
+            kind, reducer = self._kind(factor, split_results, intact)
             kinds.append(kind)
             reducers.append(reducer)
         count = len(operands)
         sizes = tuple(self._size[f] for f in chosen)
         return FactorRule(tuple(sides[:count]), tuple(sides[count:]), sizes, tuple(kinds), tuple(reducers))
 
-    def _kind(
-        self, factor: int, split_results: set[int], results: frozenset[Hashable], strict: bool
-    ) -> tuple[FactorKind, str]:
+    def _kind(self, factor: int, split_results: set[int], intact: Sequence[bool]) -> tuple[FactorKind, str]:
         found = self._kinds[factor]
-        if FactorKind.NEED_REPLICATION in found:
-            return FactorKind.NEED_REPLICATION, ""
-        if FactorKind.PERMUTATION in found:
-            return FactorKind.PERMUTATION, ""
-        if not self._reductions[factor]:
+        for kind in (FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION):
+            if kind in found:
+                return kind, ""
+        reductions = self._reductions[factor]
+        if not reductions:
             return FactorKind.PARALLEL, ""
-        names = {reducer for _, reducer in self._reductions[factor]}
-        if factor in split_results or len(names) > 1:
-            return FactorKind.NEED_REPLICATION, ""
-        if strict and not all(self._leaves_whole(step, results) for step, _ in self._reductions[factor]):
+        names = {reducer for _, reducer in reductions}
+        partial = not intact or all(intact[step] for step, _ in reductions)
+        if factor in split_results or len(names) > 1 or not partial:
             return FactorKind.NEED_REPLICATION, ""
         return FactorKind.REDUCTION, names.pop()
 
-    def _leaves_whole(self, step: int, results: frozenset[Hashable]) -> bool:
-        """Whether the results of a step reach the outputs through nothing but moves, and only outputs."""
-        todo = list(self._steps[step].results)
+    def _leaves_intact(
+        self, step: _Step, results: frozenset[Hashable], readers: Mapping[Hashable, Sequence[_Step]]
+    ) -> bool:
+        """Whether the results of a step reach the outputs through nothing but moves."""
+        todo = list(step.results)
         seen: set[Hashable] = set()
         while todo:
             value = todo.pop()
             if value in seen:
                 continue
             seen.add(value)
-            readers = [s for s in self._steps if value in s.operands]
-            if any(not s.moves for s in readers):
+            next_steps = readers.get(value, ())
+            if any(not s.moves for s in next_steps):
                 return False
-            todo.extend(r for s in readers for r in s.results)
+            todo.extend(r for s in next_steps for r in s.results)
         return bool(seen & results)
 
     def _spread_repeats(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Spec = tuple[tuple[str, ...], ...]
@@ -198,6 +199,6 @@ def aval_bytes(aval: Any) -> int:
     size = int(np.prod(aval.shape, dtype=np.int64))
     if aval.dtype == jax.dtypes.float0:
         return 0
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return size * 8
     return size * int(aval.dtype.itemsize)

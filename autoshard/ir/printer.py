@@ -12,6 +12,7 @@ import string
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard import jax_compat
@@ -63,7 +64,7 @@ def short_dtype(dtype: Any) -> str:
     """f32, bf16, i32, key<fry>, ..."""
     if dtype == jax.dtypes.float0:
         return "float0"
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return str(dtype)
     name = np.dtype(dtype).name
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):

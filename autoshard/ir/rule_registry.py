@@ -65,6 +65,11 @@ def register_rule(*names: str, replace: bool = False) -> Callable[[Rule], Rule]:
     return register
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Names written as one line of text."""
+    return tuple(text.split())
+
+
 def registered() -> frozenset[str]:
     """Names of the primitives with a registered rule."""
     return frozenset(_RULES)

@@ -20,16 +20,18 @@ from autoshard.ir.factors import FactorRule
 from autoshard.ir.graph import Apply, Atom, Graph
 from autoshard.ir.rule_builder import shape_of
 from autoshard.ir.rule_registry import factor_rule, register_rule
+from autoshard.ir.shardy import parse_rule
 from autoshard.ir.trace import from_jaxpr
 
 MOVES = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "sharding_constraint", "copy", "name")
 """Primitives through which partial sums pass."""
 
 CALLS = {
+    "call": ("call_jaxpr",),
     "composite": ("jaxpr", "call_jaxpr"),
     "custom_vmap_call": ("call",),
-    "custom_partitioning": ("call",),
     "linear_call": ("callee",),
+    "remat_opt": ("fwd_jaxpr",),
     "xla_metadata_call": ("jaxpr",),
 }
 """Calls that tracing keeps, and the names of the parameter that holds the body."""
@@ -45,7 +47,7 @@ def compose_graph(composer: Composer, graph: Graph) -> None:
         if isinstance(equation, Apply):
             composer.apply(factor_rule(equation), equation.inputs, equation.outputs, equation.name in MOVES)
         else:
-            composer.link(equation.input, equation.output)
+            composer.link(equation.input, equation.output, alias=True)
     for atom in graph.outputs:
         _declare(composer, atom)
 
@@ -63,9 +65,11 @@ def _outside(composer: Composer, equation: Apply) -> tuple[list[Hashable], list[
     return operands, results
 
 
-def _link_all(composer: Composer, outer: Sequence[Hashable], inner: Sequence[Hashable], skip: int = 0) -> None:
-    for a, b in zip(outer, inner, strict=True):
-        composer.link(a, b, a_skip=skip)
+def _link_all(
+    composer: Composer, sources: Sequence[Hashable], targets: Sequence[Hashable], alias: bool = False
+) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        composer.link(source, target, alias)
 
 
 @register_rule("scan")
@@ -77,10 +81,12 @@ def _scan(equation: Apply) -> FactorRule:
     operands, results = _outside(composer, equation)
     compose_graph(composer, body)
     _link_all(composer, operands[:first], body.inputs[:first])
-    _link_all(composer, results[:carries], body.inputs[consts:first])
     _link_all(composer, body.outputs[:carries], body.inputs[consts:first])
-    _link_all(composer, operands[first:], body.inputs[first:], skip=1)
-    _link_all(composer, results[carries:], body.outputs[carries:], skip=1)
+    _link_all(composer, body.inputs[consts:first], results[:carries])
+    for stacked, inner in zip(operands[first:], body.inputs[first:], strict=True):
+        composer.link(stacked, inner, alias=True, source_skip=1)
+    for inner, stacked in zip(body.outputs[carries:], results[carries:], strict=True):
+        composer.link(inner, stacked, alias=True, target_skip=1)
     for stacked in (*operands[first:], *results[carries:]):
         composer.keep_whole(stacked, 0)
     return composer.rule(operands, results)
@@ -96,8 +102,9 @@ def _while(equation: Apply) -> FactorRule:
     compose_graph(composer, body)
     _link_all(composer, operands[:n], condition.inputs[:n])
     _link_all(composer, operands[n:], body.inputs)
-    for carries in (condition.inputs[n:], body.inputs[m:], body.outputs):
-        _link_all(composer, results, carries)
+    _link_all(composer, body.inputs[m:], condition.inputs[n:])
+    _link_all(composer, body.outputs, body.inputs[m:])
+    _link_all(composer, body.inputs[m:], results)
     return composer.rule(operands, results)
 
 
@@ -108,7 +115,7 @@ def _cond(equation: Apply) -> FactorRule:
     for branch in equation.graphs:
         compose_graph(composer, branch)
         _link_all(composer, operands[1:], branch.inputs)
-        _link_all(composer, results, branch.outputs)
+        _link_all(composer, branch.outputs, results)
     return composer.rule(operands, results)
 
 
@@ -118,9 +125,21 @@ def _call(equation: Apply) -> FactorRule:
     return _body_rule(equation, equation.params[name], range(len(equation.inputs)))
 
 
+@register_rule("custom_partitioning")
+def _custom_partitioning(equation: Apply) -> FactorRule:
+    """The user's own rule, else that of the function whose partitioning it is.
+
+    What a device does to its part of a reduction is the user's code; it is taken to be a sum.
+    """
+    given = jax_compat.custom_partitioning_rule(equation.params)
+    if given is not None:
+        return parse_rule(given, "add")
+    return _body_rule(equation, equation.params["call"], range(len(equation.inputs)))
+
+
 @register_rule("custom_linear_solve")
 def _solve(equation: Apply) -> FactorRule:
-    """The solve is what runs; operands that only its derivatives need stay whole."""
+    """The solve is what runs; operands that only its derivatives need may lie as they like."""
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     start = int(lengths.matvec) + int(lengths.vecmat)
     constants = sum(int(n) for n in lengths)
@@ -143,10 +162,6 @@ def _body_rule(equation: Apply, closed: Any, used: Sequence[int]) -> FactorRule:
     composer = Composer()
     operands, results = _outside(composer, equation)
     compose_graph(composer, body)
-    _link_all(composer, [operands[k] for k in used], body.inputs)
-    _link_all(composer, results, body.outputs)
-    for k, key in enumerate(operands):
-        if k not in used:
-            for dim in range(len(shape_of(equation.inputs[k].aval))):
-                composer.keep_whole(key, dim)
+    _link_all(composer, [operands[k] for k in used], body.inputs, alias=True)
+    _link_all(composer, body.outputs, results, alias=True)
     return composer.rule(operands, results)

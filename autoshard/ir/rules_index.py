@@ -24,7 +24,7 @@ COMBINERS = {
     "scatter": "",
     "scatter-add": "add",
     "scatter_add": "add",
-    "scatter-sub": "add",
+    "scatter-sub": "",
     "scatter-mul": "mul",
     "scatter_mul": "mul",
     "scatter-min": "min",
@@ -32,7 +32,7 @@ COMBINERS = {
     "scatter-max": "max",
     "scatter_max": "max",
 }
-"""Scatters and how partial results combine; differences of updates add up."""
+"""Scatters and how partial results combine; "" where the partitioner has no way to."""
 
 
 @final

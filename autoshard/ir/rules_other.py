@@ -1,29 +1,28 @@
 """Factor rules of linear algebra, random bits, and everything that cannot be looked into.
 
-    eigh                 ([b,i,j])->([b,k,l],[b,m]) need_replication={i,j,k,l,m}
-    random_bits          ([])->([i,j]) where bits are counters hashed one by one, else need_replication
-    pallas_call, callbacks, custom calls, shard_map     need_replication of every dimension
+eigh                 ([b,i,j])->([b,k,l],[b,m]) need_replication={i,j,k,l,m}
+random_bits          ([])->([i,j]) where bits are counters hashed one by one, else need_replication
+pallas_call, callbacks, custom calls, shard_map     need_replication of every dimension
 """
 
 from __future__ import annotations
 
-import jax
-
+from autoshard import jax_compat
 from autoshard.ir.factors import FactorRule
 from autoshard.ir.graph import Apply, Atom
 from autoshard.ir.rule_builder import FactorBuilder, batched, pointwise, whole
-from autoshard.ir.rule_registry import register_rule
+from autoshard.ir.rule_registry import register_rule, words
 
-MATRIX = tuple(
+MATRIX = words(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
-    "symmetric_product triangular_solve tridiagonal".split()
+    "symmetric_product triangular_solve tridiagonal"
 )
 """The last two dimensions of the first operand are a matrix, those before are a batch."""
 
 VECTOR = ("lu_pivots_to_permutation", "tridiagonal_solve")
 """The last dimension of the first operand is a vector."""
 
-OPAQUE = tuple(
+OPAQUE = words(
     # Kernels and calls into other libraries.
     "call_exported cudnn_fusion ffi_call mosaic_gpu_p pallas_call tpu_custom_call triton_kernel_call "
     # Python on the host.
@@ -33,7 +32,7 @@ OPAQUE = tuple(
     # Manual regions: how they are split is their own mesh's business.
     "shard_map "
     # Generators whose bits depend on all that was drawn before.
-    "random_gamma rng_bit_generator rng_uniform".split()
+    "random_gamma rng_bit_generator rng_uniform"
 )
 """Every dimension stays whole.
 
@@ -58,7 +57,7 @@ for _name in OPAQUE:
     register_rule(_name)(whole)
 
 
-for _name in ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "random_seed", "random_clone"):
+for _name in ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "random_seed", "random_clone", "random_fold_in"):
     register_rule(_name)(pointwise)
 
 
@@ -67,10 +66,10 @@ def counter_based(key: Atom) -> bool:
 
     Threefry is, unless the user turned `jax_threefry_partitionable` off; of other generators we do not assume it.
     """
-    return bool(jax.config.jax_threefry_partitionable) and str(key.dtype) == "key<fry>"
+    return jax_compat.threefry_partitionable() and str(key.dtype) == "key<fry>"
 
 
-@register_rule("random_wrap", "random_unwrap", "random_fold_in")
+@register_rule("random_wrap", "random_unwrap")
 def _keys(equation: Apply) -> FactorRule:
     """Keys one by one; the words of a key stay together."""
     return batched(equation, min(len(atom.shape) for atom in (*equation.inputs, *equation.outputs)))
@@ -88,9 +87,3 @@ def _draw(equation: Apply) -> FactorRule:
         for dim in range(rank, len(builder.shapes[out])):
             builder.factor({out: dim})
     return builder.build()
-
-
-@register_rule("polynomial")
-def _polynomial(equation: Apply) -> FactorRule:
-    """Coefficients are scalars, or shaped like the argument."""
-    return pointwise(equation)

@@ -1,11 +1,11 @@
 """Factor rules of operators that move elements without computing.
 
-    reshape          (8,4)->(32): ([i,j])->([ij])
-    transpose        ([i,j])->([j,i])
-    broadcast        ([i])->([i,j])
-    pad, slice, rev  permutation where elements move, parallel elsewhere
-    concatenate, dynamic_slice, dynamic_update_slice   need replication where sizes differ
-    iota             ()->([i,j])
+reshape          (8,4)->(32): ([i,j])->([ij])
+transpose        ([i,j])->([j,i])
+broadcast        ([i])->([i,j])
+pad, slice, rev  permutation where elements move, parallel elsewhere
+concatenate, dynamic_slice, dynamic_update_slice   need replication where sizes differ
+iota             ()->([i,j])
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def _reshape(equation: Apply) -> FactorRule:
     operand = [builder.shapes[0][d] for d in operand_dims]
     left, right, sizes, common = refine(operand, builder.shapes[out])
     for factor, (size, shared) in enumerate(zip(sizes, common, strict=True)):
-        at = {0: operand_dims[d] for d, dim in enumerate(left) if factor in dim}
-        at |= {out: d for d, dim in enumerate(right) if factor in dim}
+        at: dict[int, int] = {}
+        for d, dim in enumerate(left):
+            if factor in dim:
+                at[0] = operand_dims[d]
+        for d, dim in enumerate(right):
+            if factor in dim:
+                at[out] = d
         builder.factor(at, FactorKind.PARALLEL if shared else FactorKind.NEED_REPLICATION, size=size)
     return builder.build()
 
@@ -50,7 +55,7 @@ def _transpose(equation: Apply) -> FactorRule:
 @register_rule("broadcast_in_dim")
 def _broadcast(equation: Apply) -> FactorRule:
     """New dimensions, and those that grow from 1, are free: every device writes its part."""
-    return _broadcast_to(equation, equation.params["broadcast_dimensions"])
+    return _broadcast_to(equation, [int(d) for d in equation.params["broadcast_dimensions"]])
 
 
 @register_rule("broadcast_to")
@@ -116,7 +121,7 @@ def _stack(equation: Apply) -> FactorRule:
     """`([i],[i])->([k,i])` with the new dimension whole."""
     builder = FactorBuilder(equation)
     out = builder.result()
-    axis = equation.params.get("axis", 0) % len(builder.shapes[out])
+    axis = int(equation.params.get("axis", 0)) % len(builder.shapes[out])
     for dim in range(len(builder.shapes[out])):
         if dim != axis:
             builder.factor({out: dim} | dict.fromkeys(builder.operands, dim - (dim > axis)))
@@ -128,7 +133,7 @@ def _unstack(equation: Apply) -> FactorRule:
     """`([k,i])->([i],[i])` with the dimension taken apart whole."""
     builder = FactorBuilder(equation)
     rank = len(builder.shapes[0])
-    axis = equation.params.get("axis", 0) % rank
+    axis = int(equation.params.get("axis", 0)) % rank
     for dim in range(rank):
         if dim != axis:
             builder.factor({0: dim} | dict.fromkeys(builder.results, dim - (dim > axis)))
@@ -139,7 +144,7 @@ def _unstack(equation: Apply) -> FactorRule:
 def _split(equation: Apply) -> FactorRule:
     """Slices: a permutation of the dimension that is taken apart."""
     builder = FactorBuilder(equation)
-    axis = equation.params["axis"] % len(builder.shapes[0])
+    axis = int(equation.params["axis"]) % len(builder.shapes[0])
     builder.pointwise(dims=_others(builder, axis))
     for position, shape in enumerate(builder.shapes):
         builder.factor({position: axis}, FactorKind.PERMUTATION, size=shape[axis])

@@ -128,9 +128,7 @@ class _Reader:
     """Composes the rules of a lowered module; values are keyed by the call they belong to."""
 
     def __init__(self, module: Any, equation: Apply) -> None:
-        self.functions: dict[str, Any] = {
-            op.attributes["sym_name"].value: op for op in module.body.operations
-        }
+        self.functions: dict[str, Any] = {op.attributes["sym_name"].value: op for op in module.body.operations}
         self.equation = equation
         self.composer = Composer()
         self.calls = 0
@@ -174,11 +172,11 @@ class _Reader:
                 self._while(op, call, operands, results)
             case "stablehlo.case" | "stablehlo.if":
                 for region in op.regions:
-                    for inner, outer in zip(self._block(region.blocks[0], call), results, strict=True):
-                        self.composer.link(inner, outer)
+                    self._link(self._block(region.blocks[0], call), results)
             case name if name in _PAIRS:
-                for operand, result in zip(operands, results, strict=True):
-                    self._pointwise([operand], [result], op)
+                shapes = [jax_compat.mlir_shape(value) for value in op.operands]
+                for operand, result, shape in zip(operands, results, shapes, strict=True):
+                    self._pointwise([operand], [result], [shape, shape])
             case name if name in _WHOLE:
                 for value, shape in zip((*operands, *results), _shapes(op), strict=True):
                     for dim in range(len(shape)):
@@ -191,70 +189,61 @@ class _Reader:
     def _ruled(self, op: Any, name: str, operands: list[Hashable], results: list[Hashable]) -> None:
         parsed = jax_compat.sharding_rule_of(op)
         if parsed is not None:
-            rule = _clean(_parse(parsed, _reducer(op, name)))
+            rule = parse_rule(parsed, _reducer(op, name))
             self.composer.apply(rule, operands, results, name in _MOVES)
             return
         shapes = _shapes(op)
         if not any(max(shape, default=1) > 1 for shape in shapes):
             return
         if name.startswith("chlo.") and len({shape for shape in shapes if shape}) == 1:
-            self._pointwise(operands, results, op)
+            self._pointwise(operands, results, shapes)
             return
         if name == "chlo.top_k":
             rank = len(shapes[0])
             dims = tuple((d,) for d in range(rank - 1))
-            rule = FactorRule(
-                ((*dims, ()),), ((*dims, ()),) * 2, shapes[0][:-1], _kinds(rank - 1), ("",) * (rank - 1)
-            )
+            rule = FactorRule(((*dims, ()),), ((*dims, ()),) * 2, shapes[0][:-1], *_parallel(rank - 1))
             self.composer.apply(rule, operands, results)
             return
         target = op.attributes["call_target_name"].value if name == "stablehlo.custom_call" else ""
         raise _NoRuleError(f"Shardy has no rule for {name}{f' @{target}' if target else ''}")
 
-    def _pointwise(self, operands: list[Hashable], results: list[Hashable], op: Any) -> None:
-        shape = max(_shapes(op), key=len)
-        dims: Dims = tuple((d,) for d in range(len(shape)))
-        sides = [dims if ranked else () for ranked in _shapes(op)]
-        if len(sides) != len(operands) + len(results):
-            sides = [dims] * (len(operands) + len(results))
-        rule = FactorRule(
-            tuple(sides[: len(operands)]),
-            tuple(sides[len(operands) :]),
-            shape,
-            _kinds(len(shape)),
-            ("",) * len(shape),
-        )
+    def _pointwise(self, operands: list[Hashable], results: list[Hashable], shapes: list[tuple[int, ...]]) -> None:
+        """Values of one shape, or scalars."""
+        shape = max(shapes, key=len)
+        sides: list[Dims] = [tuple((d,) for d in range(len(ranked))) for ranked in shapes]
+        count = len(operands)
+        rule = FactorRule(tuple(sides[:count]), tuple(sides[count:]), shape, *_parallel(len(shape)))
         self.composer.apply(rule, operands, results)
 
     def _call(self, name: str, operands: list[Hashable], results: list[Hashable]) -> None:
         self.calls += 1
         call = self.calls
         block = self.functions[name].regions[0].blocks[0]
-        for outer, inner in zip(operands, self._keys(block.arguments, call), strict=True):
-            self.composer.link(outer, inner)
-        for inner, outer in zip(self._block(block, call), results, strict=True):
-            self.composer.link(inner, outer)
+        self._link(operands, self._keys(block.arguments, call), alias=True)
+        self._link(self._block(block, call), results, alias=True)
 
     def _while(self, op: Any, call: int, operands: list[Hashable], results: list[Hashable]) -> None:
-        """Initial values, loop variables and results are one."""
-        for outer, result in zip(operands, results, strict=True):
-            self.composer.link(outer, result)
+        """Initial values, loop variables and results are split alike."""
+        self._link(operands, results)
         for index, region in enumerate(op.regions):
             block = region.blocks[0]
-            for inner, outer in zip(self._keys(block.arguments, call), results, strict=True):
-                self.composer.link(inner, outer)
+            self._link(results, self._keys(block.arguments, call))
             returned = self._block(block, call)
             if index == 1:
-                for inner, outer in zip(returned, results, strict=True):
-                    self.composer.link(inner, outer)
+                self._link(returned, results)
+
+    def _link(self, sources: list[Hashable], targets: list[Hashable], alias: bool = False) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self.composer.link(source, target, alias)
 
 
 def _shapes(op: Any) -> list[tuple[int, ...]]:
     return [jax_compat.mlir_shape(value) for value in (*op.operands, *op.results)]
 
 
-def _kinds(count: int) -> tuple[FactorKind, ...]:
-    return (FactorKind.PARALLEL,) * count
+def _parallel(count: int) -> tuple[tuple[FactorKind, ...], tuple[str, ...]]:
+    """Kinds and reducers of parallel factors."""
+    return (FactorKind.PARALLEL,) * count, ("",) * count
 
 
 def _reducer(op: Any, name: str) -> str:
@@ -266,8 +255,8 @@ def _reducer(op: Any, name: str) -> str:
     return _REDUCERS.get(body[0], "") if len(body) == 2 else ""
 
 
-def _parse(rule: Any, reducer: str) -> FactorRule:
-    """A rule of ours from Shardy's attribute."""
+def parse_rule(rule: Any, reducer: str) -> FactorRule:
+    """A rule of ours from Shardy's attribute (`sdy.OpShardingRuleAttr`)."""
     sizes = tuple(int(n) for n in rule.factor_sizes)
     kinds = [FactorKind.PARALLEL] * len(sizes)
     for kind, factors in (
@@ -277,12 +266,14 @@ def _parse(rule: Any, reducer: str) -> FactorRule:
     ):
         for factor in factors:
             kinds[factor] = kind
-    return FactorRule(
-        tuple(_dims(mapping) for mapping in rule.operand_mappings),
-        tuple(_dims(mapping) for mapping in rule.result_mappings),
-        sizes,
-        tuple(kinds),
-        tuple(reducer if kind is FactorKind.REDUCTION else "" for kind in kinds),
+    return _clean(
+        FactorRule(
+            tuple(_dims(mapping) for mapping in rule.operand_mappings),
+            tuple(_dims(mapping) for mapping in rule.result_mappings),
+            sizes,
+            tuple(kinds),
+            tuple(reducer if kind is FactorKind.REDUCTION else "" for kind in kinds),
+        )
     )
 
 

@@ -99,7 +99,8 @@ def assignment_of(rule: FactorRule, dims: Dims, spec: Spec, sizes: Mapping[str, 
     for dim, axes in zip(dims, spec, strict=True):
         rest = list(axes)
         for factor in dim:
-            taken, parts = [], 1
+            taken: list[str] = []
+            parts = 1
             while rest and rule.kinds[factor] in SPLITTABLE and rule.sizes[factor] % (parts * sizes[rest[0]]) == 0:
                 parts *= sizes[rest[0]]
                 taken.append(rest.pop(0))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from autoshard import jax_compat
 from autoshard.errors import AutoshardError, TraceError, explain
@@ -53,7 +54,7 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Graph:
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(getattr(a, "weak_type", False))) for a in avals]
     try:
-        closed = jax.make_jaxpr(fun)(*structs)
+        closed = jax.make_jaxpr(fun)(*structs)  # pyright: ignore[reportUnknownMemberType]
     except AutoshardError:
         raise
     except (
@@ -66,13 +67,14 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Graph:
         raise TraceError(
             explain(
                 f"the step could not be traced: {type(error).__name__}: {_first_lines(error)}",
-                "a step that jax.jit accepts: no Python branch on array values, no traced value kept from an earlier call",
+                "a step that jax.jit accepts: no Python branch on array values, no traced value kept from an earlier "
+                "call",
                 "use jnp.where or lax.cond for branches, mark Python values in static_argnames, "
                 "return values instead of storing them outside the step",
             )
         ) from error
     graph = from_jaxpr(closed)
-    if any(isinstance(const, jax.core.Tracer) for _, const in graph.constants):
+    if any(isinstance(const, Tracer) for _, const in graph.constants):
         raise TraceError(
             explain(
                 "the step uses a traced value kept from an earlier trace (a leaked tracer)",

@@ -89,7 +89,10 @@ def build(planned: Planned, mesh: jax.sharding.Mesh, emitted: Callable[..., Sequ
     body = _Body(planned, _within(emitted, planned.plan, mesh), name, inputs, outputs)
     whole = whole_slots(planned)
     if planned.template.plain and planned.outputs.plain and whole is not None:
-        return Compiled(planned, mesh, inputs, outputs, *body.tree(whole))
+        run, run_flat, lower = body.tree(whole)
+        if whole and mesh.devices.size > 1:
+            run = unshared(run, whole)
+        return Compiled(planned, mesh, inputs, outputs, run, run_flat, lower)
     return Compiled(planned, mesh, inputs, outputs, *body.flat())
 
 
@@ -100,6 +103,38 @@ def whole_slots(planned: Planned) -> tuple[int, ...] | None:
     partly = {owner for i, owner in enumerate(owners) if i in donated}
     kept = {owner for i, owner in enumerate(owners) if i not in donated}
     return None if partly & kept else tuple(sorted(partly))
+
+
+def unshared(run: Callable[..., Any], donated: tuple[int, ...]) -> Callable[..., Any]:
+    """`run`, but an array that is donated and passed twice is a `NewSignature`.
+
+    On several devices jaxlib up to 0.10 does not raise an error for it: it ends the process (a plain
+    `jax.jit(f, donate_argnums=0, in_shardings=...)` called with the same array twice does as well).
+    """
+    leaves_of = jax.tree.leaves
+
+    def guarded(*values: Any) -> Any:
+        leaves = leaves_of(values)
+        if len(set(map(id, leaves))) < len(leaves) and shares_donated(values, donated):
+            raise NewSignature
+        return run(*values)
+
+    return guarded
+
+
+def shares_donated(values: Sequence[Any], donated: Sequence[int]) -> bool:
+    """Whether an array in a donated slot is there, or in another slot, a second time."""
+    seen: set[int] = set()
+    given = set(donated)
+    for i in (*donated, *(i for i in range(len(values)) if i not in given)):
+        for leaf in jax.tree.leaves(values[i]):
+            if not isinstance(leaf, jax.Array):
+                continue
+            if id(leaf) in seen:
+                return True
+            if i in given:
+                seen.add(id(leaf))
+    return False
 
 
 def _within(emitted: Callable[..., Sequence[Any]], plan: Plan, mesh: jax.sharding.Mesh) -> Callable[..., Sequence[Any]]:
@@ -199,7 +234,14 @@ class _Body:
         def lower(flat: Sequence[Any], _: Any) -> Any:
             return jitted.lower([flat[i] for i in donated], [flat[i] for i in kept])
 
-        return lambda *values: run_flat(*read(values)), run_flat, lower
+        def run(*values: Any) -> Any:
+            flat, references = read(values)
+            first = [flat[i] for i in donated]
+            if len(set(map(id, first))) < len(first) and shares_donated((first,), (0,)):
+                raise NewSignature
+            return run_flat(flat, references)
+
+        return run, run_flat, lower
 
 
 def same_avals(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -197,7 +198,8 @@ def compile_deviceless(
 
 
 def _lower(jitted: Any, args: Sequence[Any]) -> LoweredForGpu:
-    traced = jitted.trace(*args)  # what is wrong with the user's own program is raised as it is
+    abstract = jax.tree.map(_abstract, tuple(args))
+    traced = jitted.trace(*abstract)  # what is wrong with the user's own program is raised as it is
     try:
         return lower_for_gpu(traced)
     except Exception as error:
@@ -208,6 +210,13 @@ def _lower(jitted: Any, args: Sequence[Any]) -> LoweredForGpu:
                 "give the jitted function in_shardings; replace what only another platform has",
             )
         ) from error
+
+
+def _abstract(leaf: Any) -> Any:
+    """An array without its values and devices; anything else as it is."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
 
 
 def _silent(_: str) -> None:
@@ -298,8 +307,10 @@ def _environment(dump: Path | None, xla_flags: Sequence[str]) -> dict[str, str]:
 
 
 def worker_command(folder: Path) -> list[str]:
-    """How the worker is started."""
-    return [sys.executable, "-m", "autoshard.runtime.deviceless_worker", str(folder)]
+    """How the worker is started: as a file, so that it imports `jax_compat` only and starts quickly (-P: without the
+    file's own folder on the path).
+    """
+    return [sys.executable, "-P", str(Path(__file__).with_name("deviceless_worker.py")), str(folder)]
 
 
 def _run_worker(

@@ -1,4 +1,4 @@
-"""The child process of a deviceless compile: `python -m autoshard.runtime.deviceless_worker FOLDER`.
+"""The child process of a deviceless compile: `python -P deviceless_worker.py FOLDER`.
 
 XLA's GPU compiler wants its settings in the environment before it starts, so it never runs in the user's process. The
 folder holds what is asked (`request.json`, `program.mlir`) and gets what was found:

@@ -104,18 +104,10 @@ def collectives(hlo_text: str) -> tuple[Collective, ...]:
     for computation, times in module.walk():
         types = {x.name: x.type for x in computation.instructions}
         for index, instruction in enumerate(computation.instructions):
-            inner = _collective(module, computation, instruction)
-            if inner is None:
-                continue
-            if inner is not instruction:  # a collective wrapped in async-start, whose computation is walked too
+            if instruction.opcode.removesuffix("-start") not in KINDS:
                 continue
             found.append(_read(module, computation, index, types, times))
     return tuple(found)
-
-
-def _collective(module: Module, computation: Computation, instruction: Instruction) -> Instruction | None:
-    base = instruction.opcode.removesuffix("-start")
-    return instruction if base in KINDS else None
 
 
 def _read(module: Module, computation: Computation, index: int, types: Mapping[str, str], times: int) -> Collective:

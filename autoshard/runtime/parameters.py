@@ -108,9 +108,9 @@ class Parameters:
 
 def read_parameters(
     fun: Callable[..., Any],
-    static_argnums: int | Sequence[int] | None,
-    static_argnames: str | Iterable[str] | None,
-    donate_argnums: int | Sequence[int] | None,
+    static_argnums: Any,
+    static_argnames: Any,
+    donate_argnums: Any,
 ) -> Parameters:
     """The parameters of `fun`, with the options checked against them.
 
@@ -127,8 +127,9 @@ def read_parameters(
         p.name for p in signature.parameters.values() if p.kind in (KINDS.POSITIONAL_ONLY, KINDS.POSITIONAL_OR_KEYWORD)
     ]
     star_args = any(p.kind is KINDS.VAR_POSITIONAL for p in signature.parameters.values())
-    static, static_positions = _by_index("static_argnums", static_argnums or (), positional, star_args, name)
-    static |= _by_name(static_argnames, signature, name)
+    static, static_positions = _by_index("static_argnums", () if static_argnums is None else static_argnums, positional, star_args, name)
+    if static_argnames is not None:
+        static |= _by_name(static_argnames, signature, name)
     donate: frozenset[str] | None = None
     donate_positions: frozenset[int] = frozenset()
     if donate_argnums is not None:
@@ -180,12 +181,12 @@ def _by_index(
     return frozenset(names), frozenset(positions)
 
 
-def _by_name(names: str | Iterable[str] | None, signature: inspect.Signature, fun_name: str) -> frozenset[str]:
-    given = (names,) if isinstance(names, str) else tuple(names or ())
+def _by_name(names: Any, signature: inspect.Signature, fun_name: str) -> frozenset[str]:
+    given: tuple[Any, ...] = tuple(names) if isinstance(names, list | tuple | set | frozenset) else (names,)
     known = {p.name for p in signature.parameters.values() if p.kind not in (KINDS.VAR_POSITIONAL, KINDS.VAR_KEYWORD)}
     anything = any(p.kind is KINDS.VAR_KEYWORD for p in signature.parameters.values())
     for each in given:
-        if not isinstance(each, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(each, str):
             raise ArgumentError(
                 explain(
                     f"static_argnames={names!r}",

@@ -38,7 +38,8 @@ def emit(graph: Graph, plan: Plan, mesh: jax.sharding.Mesh, on_pass: OnPass | No
     automatic = auto_mesh(mesh)
 
     def constrain(value: Any, reshard: Reshard) -> Any:
-        return jax.lax.with_sharding_constraint(value, NamedSharding(automatic, partition_spec(reshard.spec)))
+        sharding = NamedSharding(automatic, partition_spec(reshard.spec))
+        return jax.lax.with_sharding_constraint(value, sharding)  # pyright: ignore[reportUnknownMemberType]
 
     return lambda *args: evaluate(program, args, constrain)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 
@@ -28,6 +28,7 @@ from autoshard.search import make_plan, prepare
 OnEvent = Callable[[str, Any], None]
 
 
+@runtime_checkable
 class MakePlan(Protocol):
     """The search, as `autoshard.search.make_plan`."""
 

@@ -23,12 +23,12 @@ EXPLICIT = jax.sharding.AxisType.Explicit
 
 
 def settle(call: Call, compiled: Compiled, copy_donated: bool = False) -> tuple[Any, ...]:
-    """The call's arrays, moved to the plan's shardings; one that is donated and passed twice is copied.
+    """The call's arrays, moved to the plan's shardings; what is donated and passed twice is copied.
 
     Args:
       call: the call.
       compiled: its program.
-      copy_donated: copy everything donated (arrays may share a buffer without being one object).
+      copy_donated: copy everything donated.
 
     Raises:
       MeshError: an array lies on devices that the plan does not have.
@@ -39,16 +39,23 @@ def settle(call: Call, compiled: Compiled, copy_donated: bool = False) -> tuple[
     seen: set[int] = set()
     for i in (*donated, *(i for i in range(len(flat)) if i not in given)):
         array = flat[i]
-        if not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array) or array.is_deleted():
             continue
-        target = compiled.inputs[i]
-        if id(array) in seen or (copy_donated and i in given):
+        target, buffer = compiled.inputs[i], _buffer(array)
+        if buffer in seen or (copy_donated and i in given):
             flat[i] = jax.device_put(array, target, may_alias=False)
         elif not lies_on(array, target):
             flat[i] = move(array, target, call.paths[i])
         if i in given:
-            seen.add(id(array))
+            seen.add(buffer)
     return tuple(flat)
+
+
+def _buffer(array: jax.Array) -> int:
+    """The same for arrays that share memory (views that device_put makes share it too)."""
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key) or not array.addressable_shards:
+        return id(array)
+    return array.addressable_data(0).unsafe_buffer_pointer()
 
 
 def move(array: Any, target: NamedSharding, path: str) -> jax.Array:

@@ -67,7 +67,7 @@ class Reduced:
 
 
 def reduce(problem: Problem, max_table: int, choices: Sequence[NDArray[np.intp]]) -> Reduced:
-    """Drops dominated choices among `choices`, then removes nodes while their tables stay within `max_table` entries."""
+    """Drops dominated ones among `choices`, then removes nodes while their tables stay within `max_table` entries."""
     kept = undominated(problem, choices)
     tables: dict[int, Table] = {}
     at: list[set[int]] = [set() for _ in problem.costs]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import mip
+import mip  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
 from autoshard.search.eliminate import Table
@@ -80,9 +80,9 @@ def solve_ilp(
     model.seed = seed
     x = {i: [model.add_var(var_type=mip.BINARY) for _ in range(n)] for i, n in sizes.items()}
     for variables in x.values():
-        model += mip.xsum(variables) == 1
+        model += _sum(variables) == 1
     terms = _objective(model, x, tables, scale)
-    model.objective = mip.minimize(mip.xsum(terms))
+    model.objective = mip.minimize(_sum(terms))
     if memory is not None:
         _memory(model, x, memory)
     if start is not None:
@@ -94,6 +94,11 @@ def solve_ilp(
     choice = {i: int(np.argmax([v.x for v in variables])) for i, variables in x.items()}
     proved = status is mip.OptimizationStatus.OPTIMAL
     return IlpAnswer(choice, float(model.objective_bound) * scale, proved)
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    """mip's sum, typed."""
+    return mip.xsum(terms)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _scale(tables: Sequence[Table]) -> float:
@@ -120,7 +125,7 @@ def _objective(model: Any, x: dict[int, list[Any]], tables: Sequence[Table], sca
             for k, v in z.items():
                 by_choice[k[position]].append(v)
             for s, members in enumerate(by_choice):
-                model += mip.xsum(members) == x[node][s]
+                model += _sum(members) == x[node][s]
     return terms
 
 
@@ -134,4 +139,4 @@ def _memory(model: Any, x: dict[int, list[Any]], memory: Memory) -> None:
             if u[t, s] > 0
         ]
         if row:
-            model += mip.xsum(row) <= (memory.limit - float(base)) / memory.limit
+            model += _sum(row) <= (memory.limit - float(base)) / memory.limit

@@ -1,7 +1,7 @@
 """From an answer to the sharding of every value, costed exactly.
 
-Each op does what its kind does under the answer; a resharding of a value to a spec is paid once. `estimate` goes over kinds
-(quick, for comparing answers), `lay_out` over ops (for the plan).
+Each op does what its kind does under the answer; a resharding of a value to a spec is paid once. `estimate` goes over
+kinds (quick, for comparing answers), `lay_out` over ops (for the plan).
 """
 
 from __future__ import annotations

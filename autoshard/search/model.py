@@ -1,16 +1,16 @@
 """From ops to a sharding problem.
 
-Variables are kinds of leaders; a kind's choices and costs are worked out once, on its first member, and counted as often
-as it has members. Between two variables a resharding of a value to a spec is paid once, however many readers want it;
-readers of different variables each pay in the problem, but not in the estimate that answers are compared by, since XLA
-merges equal reshardings.
+Variables are kinds of leaders; a kind's choices and costs are worked out once, on its first member, and counted as
+often as it has members. Between two variables a resharding of a value to a spec is paid once, however many readers want
+it; readers of different variables each pay in the problem, but not in the estimate that answers are compared by, since
+XLA merges equal reshardings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -116,9 +116,9 @@ def _wanted(op: Op, pins: Mapping[Value, Spec]) -> tuple[tuple[str, ...] | None,
         spec = getattr(op.equation.params["sharding"], "spec", None)
         if spec is None:
             return None
-        free = set(op.equation.params["unconstrained_dims"] or ())
+        free: set[int] = set(op.equation.params["unconstrained_dims"] or ())
         rank = len(op.results[0].shape)
-        entries = [() if e is None or not isinstance(e, str | tuple) else e for e in spec]
+        entries: list[Any] = [e if isinstance(e, str | tuple) else () for e in spec]
         known = from_partition_spec(entries, rank)
         return tuple(None if d in free else axes for d, axes in enumerate(known))
     return None

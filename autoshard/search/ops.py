@@ -4,9 +4,9 @@
     kind  ::= INPUT (of the graph) | CONSTANT (captured array) | APPLY (an equation) | ENTER, LEAVE (a body)
     tie   ::= Tie(source, target): the source must arrive in the target's sharding (loop carries, branches, state)
 
-A scan of length n runs its body's ops n times. Its operands enter the body through ops of their own: constants and carries
-keep their dimensions, scanned values lose the first one, which must be whole. Carries are tied: what a body returns
-is laid out like what it takes. Equations on scalars alone are left out.
+A scan of length n runs its body's ops n times. Its operands enter the body through ops of their own: constants and
+carries keep their dimensions, scanned values lose the first one, which must be whole. Carries are tied: what a body
+returns is laid out like what it takes. Equations on scalars alone are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 
 from autoshard import jax_compat
 from autoshard.ir import (
@@ -155,7 +156,7 @@ def splittable(atom: Atom) -> bool:
     """Whether a value may be split at all: PRNG keys and float0 leaves may not."""
     if atom.dtype == jax.dtypes.float0:
         return False
-    return not jax.dtypes.issubdtype(atom.dtype, jax.dtypes.prng_key)
+    return not jnp.issubdtype(atom.dtype, jax.dtypes.prng_key)
 
 
 class _Builder:

@@ -27,6 +27,7 @@ from autoshard.search.problem import Problem, Solution
 from autoshard.search.record import record_plan
 from autoshard.search.solve import solve
 from autoshard.search.templates import restrict, templates
+from autoshard.show import size_text
 
 OnEvent = Callable[[str, Any], None]
 """Called with the name of each finished part of planning and what it made (a graph, or a text)."""
@@ -134,7 +135,7 @@ def make_plan(
       InfeasibleError: nothing fits the memory limit; names the need.
       MeshError, PinError, UnknownPrimitiveError: see there.
     """
-    tell = on_event or (lambda _name, _what: None)
+    tell = on_event or _silent
     prepared = prepare(graph, on_event)
     limit = memory_limit if memory_limit is not None else cluster.memory_bytes
     task = _task(prepared, info, pins, limit)
@@ -168,6 +169,10 @@ def make_plan(
     )
     tell("plan", plan)
     return plan
+
+
+def _silent(_name: str, _what: Any) -> None:
+    """Where nobody listens."""
 
 
 def plan_mesh(
@@ -275,7 +280,7 @@ def _alternatives(found: list[Candidate], best: Candidate, limit: int) -> list[A
         shape = "x".join(str(n) for _, n in c.ground.mesh)
         name = f"{c.name}, mesh {shape}"
         if c.peak_bytes > limit:
-            note = f"does not fit: {c.peak_bytes / 2**30:.2f} GiB of {limit / 2**30:.2f}"
+            note = f"does not fit: {size_text(c.peak_bytes)} of {size_text(limit)}"
         elif best.time_s > 0:
             note = f"{c.time_s / best.time_s:.2f}x the time"
         else:
@@ -287,15 +292,15 @@ def _alternatives(found: list[Candidate], best: Candidate, limit: int) -> list[A
 def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster) -> str:
     if not found:
         return explain(
-            f"no plan meets the pins and a limit of {limit / 2**30:.2f} GiB a device on {cluster.name}",
+            f"no plan meets the pins and a limit of {size_text(limit)} a device on {cluster.name}",
             "pins that leave every argument a sharding",
             "remove a pin or raise memory_limit",
         )
     least = min(found, key=lambda c: c.peak_bytes)
     need = least.peak_bytes
     return explain(
-        f"the step needs at least about {need / 2**30:.3f} GiB on each device of {cluster.name} "
-        f"({least.name}, mesh {dict(least.ground.mesh)}), the limit is {limit / 2**30:.3f} GiB",
+        f"the step needs at least about {size_text(need)} on each device of {cluster.name} "
+        f"({least.name}, mesh {dict(least.ground.mesh)}), the limit is {size_text(limit)}",
         "a plan whose peak memory is within the limit",
         "use more devices or devices with more memory, a smaller batch, or jax.checkpoint on the layers",
     )

@@ -75,6 +75,7 @@ def test_law_is_what_xla_does(mesh: MeshShape, shape: tuple[int, ...], count: in
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # 2x2x2 has 2,352 pairs
 @pytest.mark.parametrize(("mesh", "shape"), [(XY, (64, 128)), (YX, (64, 128)), (XY, (32, 64, 128)), (XYZ, (64, 128))])
 def test_law_for_every_pair(mesh: MeshShape, shape: tuple[int, ...]) -> None:
     for source, target in _pairs(mesh, len(shape), 10**9):

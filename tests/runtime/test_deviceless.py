@@ -114,6 +114,16 @@ def test_memory_may_be_another() -> None:
 
 
 @pytest.mark.deviceless
+def test_arrays_as_arguments() -> None:
+    def build(mesh: Mesh) -> tuple[Any, Sequence[Any]]:
+        rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        return jax.jit(lambda x, n: x * n, in_shardings=(rows, whole)), (jnp.zeros((8, 4)), 2.0)
+
+    report = compile_deviceless(build, "h100x8", EIGHT)
+    assert report.memory.outputs == 4 * 4
+
+
+@pytest.mark.deviceless
 def test_target_as_text() -> None:
     text = preset_cluster("a100").device(0).target_text()
     report = compile_deviceless(_mlp(), text, EIGHT, memory_bytes=24 << 30)
@@ -207,7 +217,7 @@ def test_refusal_shows_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(deviceless, "worker_command", lambda folder: command)
-    with pytest.raises(CompileError, match="did not finish within 0.3 s"):
+    with pytest.raises(CompileError, match="did not finish within"):
         compile_deviceless(_mlp(), "h100x8", EIGHT, timeout_s=0.3)
 
 
@@ -225,7 +235,9 @@ def test_mesh_of_stand_ins() -> None:
     assert mesh.axis_names == ("data", "model")
     assert mesh.devices.shape == (4, 4)
     assert [d.id for d in mesh.devices.flat] == list(range(16))
-    lowered = jax.jit(lambda x: x + 1, in_shardings=NamedSharding(mesh, P("data"))).trace(jnp.zeros(8))
+    lowered = jax.jit(lambda x: x + 1, in_shardings=NamedSharding(mesh, P("data"))).trace(
+        jax.ShapeDtypeStruct((8,), jnp.float32)
+    )
     assert "num_partitions = 16" in lowered.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -257,7 +269,7 @@ def test_warnings_are_read_from_the_log() -> None:
         "W1201 05:12:35.234755   13209 spmd_partitioner.cc:668] [SPMD] Involuntary full rematerialization. Because.\n"
         "W1201 05:12:35.334755   13210 spmd_partitioner.cc:668] [SPMD] Involuntary full rematerialization. Because.\n"
         "I1201 05:12:35.234755   13209 other.cc:1] for your information\n"
-        "W1201 05:12:35.304530   13209 gpu_compiler.cc:1690] Using fallback. To avoid this, compile with a GPU present.\n"
+        "W1201 05:12:35.304530   13209 gpu_compiler.cc:1690] Slow. To avoid this, compile with a GPU present.\n"
     )
     assert deviceless._warnings(log) == ("[SPMD] Involuntary full rematerialization. Because.",)
 

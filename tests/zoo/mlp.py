@@ -30,7 +30,11 @@ def momentum(batch_size: int, seed: int):
     def build(dtype: Any) -> Case:
         def state() -> Params:
             params = mlp_init(generator(seed), SIZES, dtype)
-            return {"params": params, "velocity": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros((), jnp.int32)}
+            return {
+                "params": params,
+                "velocity": jax.tree.map(jnp.zeros_like, params),
+                "count": jnp.zeros((), jnp.int32),
+            }
 
         return functional(momentum_step, state, lambda i: regression_batch(seed, i, (batch_size, 64), 32, dtype))
 
@@ -189,7 +193,9 @@ MLP = (
     Program("mlp_gradients_only", gradients_only, True, "the step returns gradients and nothing else"),
     Program("mlp_batch_17", momentum(17, 7), False, "a prime batch: no mesh divides it, no microbatch either"),
     Program("mlp_batch_12", momentum(12, 8), True, "a batch that 8 does not divide"),
-    Program("mlp_many_outputs", many_outputs, True, "keywords, static arguments, namedtuple, dataclass and None leaves"),
+    Program(
+        "mlp_many_outputs", many_outputs, True, "keywords, static arguments, namedtuple, dataclass and None leaves"
+    ),
     Program("mlp_sum_loss_debug_print", sum_loss_debug_print, True, "sum-reduced loss, jax.debug.print"),
     Program("mlp_debug_callback", debug_callback, True, "jax.debug.callback inside the differentiated loss"),
     Program("mlp_two_losses", two_losses, True, "a loss in the middle of the network and one at its end"),

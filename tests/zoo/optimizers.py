@@ -46,7 +46,9 @@ def multi_steps(dtype: Any) -> Case:
 
 
 def adafactor(dtype: Any) -> Case:
-    transform = optax.adafactor(learning_rate=1e-2, min_dim_size_to_factor=32, momentum=0.9, dtype_momentum=dtype, eps=1e-8)
+    transform = optax.adafactor(
+        learning_rate=1e-2, min_dim_size_to_factor=32, momentum=0.9, dtype_momentum=dtype, eps=1e-8
+    )
     return with_optax(transform, 21, dtype)
 
 
@@ -211,7 +213,9 @@ OPTIMIZERS = (
     Program("adafactor", adafactor, True, "optax.adafactor: factored second moments, update clipping, parameter scale"),
     Program("muon", muon, True, "momentum through Newton-Schulz iterations"),
     Program("shampoo_eigh", shampoo(root_eigh, 25), True, "matrix inverse fourth roots by eigh"),
-    Program("shampoo_newton", shampoo(root_newton, 26), True, "matrix inverse fourth roots by a while_loop of products"),
+    Program(
+        "shampoo_newton", shampoo(root_newton, 26), True, "matrix inverse fourth roots by a while_loop of products"
+    ),
     Program("moving_average", moving_average, True, "exponential moving average of the parameters"),
     Program("loss_scaling", loss_scaling, True, "lax.cond on finite gradients; the second batch overflows"),
 )

@@ -127,7 +127,10 @@ def encoder_decoder(dtype: Any) -> Case:
         return {"params": params, "velocity": jax.tree.map(jnp.zeros_like, params)}
 
     def batch(i: int) -> Params:
-        return {**token_batch(31, i, 16, TIME, VOCABULARY), "source": token_batch(131, i, 16, TIME, VOCABULARY)["tokens"]}
+        return {
+            **token_batch(31, i, 16, TIME, VOCABULARY),
+            "source": token_batch(131, i, 16, TIME, VOCABULARY)["tokens"],
+        }
 
     return functional(step, state, batch)
 
@@ -272,7 +275,8 @@ def fourier_mixer(dtype: Any) -> Case:
         for layer in params["layers"]:
             mixed = jnp.fft.fft2(layer_norm(layer["gain_attention"], x), axes=(1, 2), norm="ortho").real
             x = x + mixed
-            spectrum = jnp.fft.rfft(x, axis=1) * (1 + layer["filter"][None])
+            spectrum = jnp.fft.rfft(x, axis=1)
+            spectrum = spectrum * (1 + layer["filter"][None]).astype(spectrum.dtype)
             x = jnp.fft.irfft(spectrum, n=TIME, axis=1)
             x = x + feed_forward(layer, x)
         return jnp.mean(jnp.square(dense(params["head"], x) - batch["y"]))
@@ -296,9 +300,13 @@ def fourier_mixer(dtype: Any) -> Case:
 
 TRANSFORMERS = (
     Program("scanned_remat", scanned_remat, True, "stacked layers, scan, checkpoint, AdamW, masked loss"),
-    Program("encoder_decoder", encoder_decoder, True, "T5: cross attention, one relative bias and one embedding for all"),
+    Program(
+        "encoder_decoder", encoder_decoder, True, "T5: cross attention, one relative bias and one embedding for all"
+    ),
     Program("dropout_remat", dropout_remat, True, "dropout inside a rematerialized block, typed key in the state"),
     Program("custom_vjp_attention", custom_vjp_attention, True, "attention whose backward pass is the user's own"),
-    Program("low_rank_adapters", low_rank_adapters, True, "LoRA: gradients and Adam for adapters, frozen weights apart"),
+    Program(
+        "low_rank_adapters", low_rank_adapters, True, "LoRA: gradients and Adam for adapters, frozen weights apart"
+    ),
     Program("fourier_mixer", fourier_mixer, True, "fft2, rfft and irfft over sharded candidates"),
 )

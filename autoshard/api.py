@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final, overload
 
@@ -55,6 +55,9 @@ from autoshard.runtime import (
 DUMP_VARIABLE = "AUTOSHARD_DUMP_DIR"
 REFUSED = (TypeError, ValueError, RuntimeError)
 """What jax.jit raises for arguments that lie elsewhere, are no arrays, or share a donated buffer."""
+
+
+outside_traces = jax_compat.outside_traces
 
 
 def _refuse(*_: Any) -> Any:
@@ -95,7 +98,8 @@ class Step:
         self._last: Callable[..., Any] = _refuse
         self._last_compiled: Compiled | None = None
         self._last_count = -1
-        self._last_forms: frozenset[tuple[Any, ...]] = frozenset()
+        # (number of positional arguments, *keywords) to the keywords in slot order, () where they stand in it
+        self._last_forms: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; plans and compiles first where the signature is new.
@@ -105,11 +109,15 @@ class Step:
           AutoshardError: the step cannot be planned or does not run here; the state is untouched.
         """
         refusal: Exception | None = None
-        if jax_compat.outside_traces():
+        if outside_traces():
             try:
                 if kwargs:
-                    return self._last(*self._order(args, kwargs))
-                if len(args) == self._last_count:
+                    order = self._last_forms.get((len(args), *kwargs))
+                    if order == ():
+                        return self._last(*args, *kwargs.values())
+                    if order is not None:
+                        return self._last(*args, *[kwargs[name] for name in order])
+                elif len(args) == self._last_count:
                     return self._last(*args)
             except NewSignature:
                 pass
@@ -117,15 +125,8 @@ class Step:
                 refusal = error
         return self._slow(args, kwargs, refusal)
 
-    def _order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The values of a call with keywords in slot order."""
-        form = (len(args), *kwargs)
-        if form not in self._last_forms:
-            raise NewSignature
-        return (*args, *(kwargs[name] for name in self._parameters.forms[form].order))
-
     def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Exception | None) -> Any:
-        if not jax_compat.outside_traces() and has_tracer((args, kwargs)):
+        if not outside_traces() and has_tracer((args, kwargs)):
             return self.__wrapped__(*args, **kwargs)
         call = bind(self._parameters, args, kwargs)
         if call.abstract is not None:
@@ -154,14 +155,16 @@ class Step:
         return flat
 
     def _remember(self, compiled: Compiled, count: int, kwargs: Mapping[str, Any]) -> None:
-        slots = compiled.planned.template.slots
+        """Makes this the program of the quick road, for calls written like this one."""
         if self._last_compiled is not compiled:
+            self._forget_last()
             self._last, self._last_compiled = compiled.run, compiled
-            self._last_count, self._last_forms = -1, frozenset()
-        if self._parameters.forms[count, *kwargs].slots != slots:
+        form = self._parameters.forms[count, *kwargs]
+        if form.slots != compiled.planned.template.slots:
             return
         if kwargs:
-            self._last_forms |= {(count, *kwargs)}
+            order = () if form.order == tuple(kwargs) else form.order
+            self._last_forms = {**self._last_forms, (count, *kwargs): order}
         else:
             self._last_count = count
 

@@ -179,9 +179,11 @@ def sharding_constraint_params(sharding: Any) -> dict[str, Any]:
     }
 
 
-def outside_traces() -> bool:
-    """Whether no JAX transformation (jit, grad, vmap, eval_shape) is tracing in this thread."""
-    return _core.trace_state_clean()
+DONATING_TWICE_IS_FATAL = jax.__version_info__ < (0, 12)
+"""Whether passing an array twice, once donated, to a program on several devices ends the process (0.10.1) or raises."""
+
+outside_traces: Callable[[], bool] = _core.trace_state_clean
+"""Whether no JAX transformation (jit, grad, vmap, eval_shape) is tracing in this thread."""
 
 
 def ambient_mesh() -> tuple[Any, Any]:

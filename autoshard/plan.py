@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, cast, final
 
@@ -169,6 +169,7 @@ class Plan:
       why: what was chosen and what was refused, one line each.
       solver: engine, result and gap.
       donated: flat inputs whose buffers are reused.
+      compiler: compiles the program the plan was made for; not saved, None for a plan read from a file.
     """
 
     fingerprint: str
@@ -192,6 +193,7 @@ class Plan:
     why: tuple[str, ...]
     solver: str
     donated: tuple[int, ...] = field(default=())
+    compiler: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def input_specs(self) -> tuple[Spec, ...]:
@@ -218,6 +220,32 @@ class Plan:
             for shape, source, way in self.detours
         }
         return Decisions(values, operands, outputs, detours)
+
+    def compile(self, target: Any = None, **options: Any) -> Any:
+        """Compiles the planned program with XLA's GPU compiler, for devices that need not be here.
+
+        Args:
+          target: preset such as "h100x8", `Cluster` or `DeviceSpec` with as many devices as the plan's mesh; None: what
+            was planned for.
+          **options: ptx=True for the kernels' code, memory_bytes=... for a device with other memory, and the others of
+            `autoshard.runtime.compile_deviceless`.
+
+        Returns:
+          A `CompiledReport`: peak memory by part, kernels, collectives with bytes and overlap.
+
+        Raises:
+          PlanError: the plan was read from a file, which has no program.
+          CompileError: the `deviceless` extra is not installed, or XLA refused the program.
+        """
+        if self.compiler is None:
+            raise PlanError(
+                explain(
+                    "compile was called on a plan without its program",
+                    "a plan made by step.plan(...) in this process",
+                    "load the plan into the step (step.load(plan)) and call step.plan(...).compile(...)",
+                )
+            )
+        return self.compiler(self, target, **options)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""
@@ -292,7 +320,7 @@ def _known(plan: Plan, keys: Iterator[Any], numbers: tuple[int, ...]) -> Iterato
 
 def _encode(value: Any) -> Any:
     if is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value) if f.name != "compiler"}
     if isinstance(value, tuple):
         return [_encode(v) for v in cast("tuple[Any, ...]", value)]
     return value
@@ -314,7 +342,7 @@ def _decode_plan(text: str) -> Plan:
     raw = cast("dict[str, Any]", found)
     if raw.pop("format") != FORMAT:
         raise PlanError(explain("a plan of another format", f"format {FORMAT}", "plan again with this version"))
-    names = {f.name for f in fields(Plan)}
+    names = {f.name for f in fields(Plan)} - {"compiler"}
     wrong = sorted(set(raw) ^ names)
     if wrong:
         raise PlanError(explain(f"a plan with missing or unknown fields {wrong}", f"the fields {sorted(names)}", todo))

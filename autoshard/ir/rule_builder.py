@@ -111,6 +111,11 @@ class FactorBuilder:
         )
 
 
+def ints(dimensions: Iterable[Any]) -> tuple[int, ...]:
+    """Dimensions as Python integers; JAX's batching rules leave numpy's in parameters."""
+    return tuple(int(d) for d in dimensions)
+
+
 def shape_of(aval: Any) -> tuple[int, ...]:
     """The shape of an abstract value; () of what has none (tokens)."""
     return tuple(getattr(aval, "shape", ()))

@@ -11,13 +11,14 @@ the last write wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.ir.factors import FactorKind, FactorRule
 from autoshard.ir.graph import Apply
-from autoshard.ir.rule_builder import FactorBuilder
+from autoshard.ir.rule_builder import FactorBuilder, ints
 from autoshard.ir.rule_registry import register_rule
 
 COMBINERS = {
@@ -42,12 +43,14 @@ class _Windows:
 
     Attributes:
       full: (operand dimension, window dimension) pairs taken whole.
-      indexed: operand dimensions of which a window takes one element, with its window dimension if it has one.
+      indexed: operand dimensions that windows do not have.
+      single: operand dimensions of which a window has one element.
       batch: (operand dimension, or None where it is implicit, indices dimension, window dimension).
     """
 
     full: tuple[tuple[int, int], ...]
     indexed: tuple[int, ...]
+    single: tuple[int, ...]
     batch: tuple[tuple[int | None, int, int], ...]
 
 
@@ -75,7 +78,8 @@ def _windows(
     explicit = dict(zip(indices_batch, operand_batch, strict=True))
     return _Windows(
         full=tuple((d, w) for d, w in pairs if operand[d] == window[w]),
-        indexed=tuple(collapsed) + tuple(d for d, w in pairs if window[w] == 1 and d in started and operand[d] > 1),
+        indexed=tuple(collapsed),
+        single=tuple(d for d, w in pairs if window[w] == 1 and d in started and operand[d] > 1),
         batch=tuple((explicit.get(k), k, w) for k, w in enumerate(outside)),
     )
 
@@ -88,17 +92,17 @@ def _gather(equation: Apply) -> FactorRule:
     windows = _windows(
         builder.shapes[0],
         builder.shapes[out],
-        numbers.offset_dims,
-        numbers.collapsed_slice_dims,
-        numbers.operand_batching_dims,
-        numbers.start_indices_batching_dims,
-        numbers.start_index_map,
+        ints(numbers.offset_dims),
+        ints(numbers.collapsed_slice_dims),
+        ints(numbers.operand_batching_dims),
+        ints(numbers.start_indices_batching_dims),
+        ints(numbers.start_index_map),
     )
     for operand_dim, indices_dim, dim in windows.batch:
         builder.factor({1: indices_dim, out: dim} | ({} if operand_dim is None else {0: operand_dim}))
     for operand_dim, dim in windows.full:
         builder.factor({0: operand_dim, out: dim})
-    for operand_dim in windows.indexed:
+    for operand_dim in (*windows.indexed, *windows.single):
         builder.factor({0: operand_dim}, FactorKind.REDUCTION, "add")
     return builder.build()
 
@@ -113,26 +117,27 @@ def _scatter(equation: Apply) -> FactorRule:
     windows = _windows(
         builder.shapes[0],
         builder.shapes[updates[0]],
-        numbers.update_window_dims,
-        numbers.inserted_window_dims,
-        numbers.operand_batching_dims,
-        numbers.scatter_indices_batching_dims,
-        numbers.scatter_dims_to_operand_dims,
+        ints(numbers.update_window_dims),
+        ints(numbers.inserted_window_dims),
+        ints(numbers.operand_batching_dims),
+        ints(numbers.scatter_indices_batching_dims),
+        ints(numbers.scatter_dims_to_operand_dims),
     )
     combiner = COMBINERS[equation.name]
     combined = FactorKind.REDUCTION if combiner else FactorKind.NEED_REPLICATION
-
-    def everywhere(dim: int) -> dict[int, int]:
-        return dict.fromkeys((*operands, *outs), dim)
-
+    everywhere = (*operands, *outs)
     for operand_dim, indices_dim, dim in windows.batch:
         at = {indices: indices_dim} | dict.fromkeys(updates, dim)
         if operand_dim is None:
             builder.factor(at, combined, combiner)
         else:
-            builder.factor(at | everywhere(operand_dim))
+            builder.factor(at | dict.fromkeys(everywhere, operand_dim))
     for operand_dim, dim in windows.full:
-        builder.factor(everywhere(operand_dim) | dict.fromkeys(updates, dim))
+        builder.factor(dict.fromkeys(everywhere, operand_dim) | dict.fromkeys(updates, dim))
+    rows = math.prod(builder.shapes[updates[0]][dim] for _, _, dim in windows.batch)
     for operand_dim in windows.indexed:
-        builder.factor(everywhere(operand_dim))
+        # A single update is compiled to a dynamic slice, which XLA:CPU merges with one of the operand although either
+        # may be clamped: wrong values on jaxlib 0.10.1, right on 0.12 (tests/test_cases.py).
+        whole = FactorKind.NEED_REPLICATION if rows == 1 else FactorKind.PARALLEL
+        builder.factor(dict.fromkeys(everywhere, operand_dim), whole)
     return builder.build()

@@ -7,12 +7,12 @@ ragged_dot_general       ([i,k],[g,k,j],[g])->([i,j]) reduction={k} need_replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from autoshard.ir.factors import FactorKind, FactorRule
 from autoshard.ir.graph import Apply
-from autoshard.ir.rule_builder import FactorBuilder
+from autoshard.ir.rule_builder import FactorBuilder, ints
 from autoshard.ir.rule_registry import register_rule
 
 
@@ -30,7 +30,7 @@ def _ragged_dot(equation: Apply) -> FactorRule:
     (`jax.lax.RaggedDotDimensionNumbers`) the second sums rows by group: the result has a group dimension, first.
     """
     numbers: Any = equation.params["ragged_dot_dimension_numbers"]
-    return _product(equation, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
+    return _product(equation, numbers.dot_dimension_numbers, ints(numbers.rhs_group_dimensions))
 
 
 def _product(equation: Apply, numbers: Any, groups: Sequence[int] = ()) -> FactorRule:
@@ -41,7 +41,9 @@ def _product(equation: Apply, numbers: Any, groups: Sequence[int] = ()) -> Facto
       numbers: (contracted, batch) dimensions of both, as those of `dot_general`.
       groups: dimensions of the right operand that neither are contracted nor stand in the result.
     """
-    (left_contract, right_contract), (left_batch, right_batch) = numbers
+    contracted, batch = numbers
+    left_contract, right_contract = (ints(side) for side in contracted)
+    left_batch, right_batch = (ints(side) for side in batch)
     builder = FactorBuilder(equation)
     out = builder.result()
 
@@ -72,9 +74,9 @@ def _conv(equation: Apply) -> FactorRule:
     parallel.
     """
     numbers: Any = equation.params["dimension_numbers"]
-    batch, feature, *space = _ints(numbers.lhs_spec)
-    kernel_out, kernel_in, *kernel_space = _ints(numbers.rhs_spec)
-    out_batch, out_feature, *out_space = _ints(numbers.out_spec)
+    batch, feature, *space = ints(numbers.lhs_spec)
+    kernel_out, kernel_in, *kernel_space = ints(numbers.rhs_spec)
+    out_batch, out_feature, *out_space = ints(numbers.out_spec)
     builder = FactorBuilder(equation)
     out = builder.result()
     lhs, rhs, result = builder.shapes[0], builder.shapes[1], builder.shapes[out]
@@ -95,7 +97,3 @@ def _conv(equation: Apply) -> FactorRule:
     builder.factor({0: feature, 1: kernel_in}, FactorKind.REDUCTION, "add", size=rhs[kernel_in])
     builder.factor({1: kernel_out, out: out_feature}, size=result[out_feature] // (batch_groups * feature_groups))
     return builder.build()
-
-
-def _ints(spec: Iterable[Any]) -> list[int]:
-    return [int(d) for d in spec]

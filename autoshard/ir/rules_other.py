@@ -57,7 +57,15 @@ for _name in OPAQUE:
     register_rule(_name)(whole)
 
 
-for _name in ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "random_seed", "random_clone", "random_fold_in"):
+for _name in (
+    "threefry2x32",
+    "threefry4x32",
+    "philox2x32",
+    "philox4x32",
+    "random_seed",
+    "random_clone",
+    "random_fold_in",
+):
     register_rule(_name)(pointwise)
 
 

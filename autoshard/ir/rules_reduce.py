@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from autoshard.ir.factors import FactorKind, FactorRule
 from autoshard.ir.graph import Apply
-from autoshard.ir.rule_builder import FactorBuilder
+from autoshard.ir.rule_builder import FactorBuilder, ints
 from autoshard.ir.rule_registry import register_rule
 
 REDUCERS = {
@@ -30,19 +30,19 @@ REDUCERS = {
 
 @register_rule(*REDUCERS)
 def _reduce(equation: Apply) -> FactorRule:
-    return _reduced(equation, equation.params["axes"], REDUCERS[equation.name])
+    return _reduced(equation, ints(equation.params["axes"]), REDUCERS[equation.name])
 
 
 @register_rule("reduce_xor", "argmax", "argmin")
 def _reduce_whole(equation: Apply) -> FactorRule:
     """No collective combines these: the reduced dimensions stay whole."""
-    return _reduced(equation, equation.params["axes"], "")
+    return _reduced(equation, ints(equation.params["axes"]), "")
 
 
 @register_rule("reduce")
 def _reduce_any(equation: Apply) -> FactorRule:
     """A reduction by any function, of one or more arrays; initial values are scalars."""
-    return _reduced(equation, equation.params["dimensions"], "")
+    return _reduced(equation, ints(equation.params["dimensions"]), "")
 
 
 def _reduced(equation: Apply, axes: Iterable[int], reducer: str) -> FactorRule:
@@ -63,23 +63,23 @@ def _reduced(equation: Apply, axes: Iterable[int], reducer: str) -> FactorRule:
 
 @register_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(equation: Apply) -> FactorRule:
-    return _axis_whole(equation, equation.params["axis"])
+    return _axis_whole(equation, int(equation.params["axis"]))
 
 
 @register_rule("sort")
 def _sort(equation: Apply) -> FactorRule:
-    return _axis_whole(equation, equation.params["dimension"])
+    return _axis_whole(equation, int(equation.params["dimension"]))
 
 
 @register_rule("top_k")
 def _top_k(equation: Apply) -> FactorRule:
     """`([i,j])->([i,k],[i,k])` with j and k whole."""
-    return _axis_whole(equation, equation.params.get("axis", -1))
+    return _axis_whole(equation, int(equation.params.get("axis", -1)))
 
 
 @register_rule("approx_top_k")
 def _approx_top_k(equation: Apply) -> FactorRule:
-    return _axis_whole(equation, equation.params["reduction_dimension"])
+    return _axis_whole(equation, int(equation.params["reduction_dimension"]))
 
 
 def _axis_whole(equation: Apply, axis: int) -> FactorRule:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from autoshard.ir.factors import FactorKind, FactorRule
 from autoshard.ir.graph import Apply
-from autoshard.ir.rule_builder import FactorBuilder, refine
+from autoshard.ir.rule_builder import FactorBuilder, ints, refine
 from autoshard.ir.rule_registry import register_rule
 
 
@@ -29,7 +29,7 @@ def _reshape(equation: Apply) -> FactorRule:
     if 0 in builder.shapes[0]:
         return builder.build()
     order: Sequence[int] | None = equation.params.get("dimensions")
-    operand_dims = tuple(range(len(builder.shapes[0]))) if order is None else tuple(order)
+    operand_dims = tuple(range(len(builder.shapes[0]))) if order is None else ints(order)
     operand = [builder.shapes[0][d] for d in operand_dims]
     left, right, sizes, common = refine(operand, builder.shapes[out])
     for factor, (size, shared) in enumerate(zip(sizes, common, strict=True)):
@@ -47,7 +47,7 @@ def _reshape(equation: Apply) -> FactorRule:
 @register_rule("transpose")
 def _transpose(equation: Apply) -> FactorRule:
     builder = FactorBuilder(equation)
-    for dim, source in enumerate(equation.params["permutation"]):
+    for dim, source in enumerate(ints(equation.params["permutation"])):
         builder.factor({0: source, builder.result(): dim})
     return builder.build()
 
@@ -78,7 +78,7 @@ def _broadcast_to(equation: Apply, dimensions: Sequence[int]) -> FactorRule:
 def _squeeze(equation: Apply) -> FactorRule:
     builder = FactorBuilder(equation)
     rank = len(builder.shapes[0])
-    gone = {d % rank for d in equation.params["dimensions"]}
+    gone = {d % rank for d in ints(equation.params["dimensions"])}
     for dim, source in enumerate(d for d in range(rank) if d not in gone):
         builder.factor({0: source, builder.result(): dim})
     return builder.build()
@@ -89,7 +89,7 @@ def _expand_dims(equation: Apply) -> FactorRule:
     builder = FactorBuilder(equation)
     out = builder.result()
     rank = len(builder.shapes[out])
-    new = {d % rank for d in equation.params["dimensions"]}
+    new = {d % rank for d in ints(equation.params["dimensions"])}
     for source, dim in enumerate(d for d in range(rank) if d not in new):
         builder.factor({0: source, out: dim})
     return builder.build()
@@ -111,7 +111,7 @@ def _counters(equation: Apply) -> FactorRule:
 
 @register_rule("concatenate")
 def _concatenate(equation: Apply) -> FactorRule:
-    dimension = equation.params["dimension"]
+    dimension = int(equation.params["dimension"])
     builder = FactorBuilder(equation)
     return builder.pointwise(dims=_others(builder, dimension)).build()
 
@@ -177,7 +177,7 @@ def _slice(equation: Apply) -> FactorRule:
 
 @register_rule("rev")
 def _rev(equation: Apply) -> FactorRule:
-    return _permuted(equation, set(equation.params["dimensions"]))
+    return _permuted(equation, set(ints(equation.params["dimensions"])))
 
 
 def _permuted(equation: Apply, moved: set[int]) -> FactorRule:

@@ -116,11 +116,13 @@ class _NoRuleError(Exception):
 
 
 def _lower(equation: Apply, platform: str) -> Any:
-    def fun(*args: Any) -> Sequence[Any]:
-        with jax_compat.equation_context(equation.place.source, equation.context):
-            return jax_compat.bind(equation.primitive, args, dict(equation.params))
-
+    fun = functools.partial(_bind, equation)
     return jax_compat.lower_with_sharding_rules(fun, [atom.aval for atom in equation.inputs], platform)
+
+
+def _bind(equation: Apply, *args: Any) -> Sequence[Any]:
+    with jax_compat.equation_context(equation.place.source, equation.context):
+        return jax_compat.bind(equation.primitive, args, dict(equation.params))
 
 
 @final
@@ -187,13 +189,13 @@ class _Reader:
                 self._ruled(op, name, operands, results)
 
     def _ruled(self, op: Any, name: str, operands: list[Hashable], results: list[Hashable]) -> None:
+        shapes = _shapes(op)
+        if not any(max(shape, default=1) > 1 for shape in shapes):
+            return
         parsed = jax_compat.sharding_rule_of(op)
         if parsed is not None:
             rule = parse_rule(parsed, _reducer(op, name))
             self.composer.apply(rule, operands, results, name in _MOVES)
-            return
-        shapes = _shapes(op)
-        if not any(max(shape, default=1) > 1 for shape in shapes):
             return
         if name.startswith("chlo.") and len({shape for shape in shapes if shape}) == 1:
             self._pointwise(operands, results, shapes)
@@ -292,7 +294,8 @@ def _clean(rule: FactorRule) -> FactorRule:
         for f, kind in enumerate(rule.kinds)
     )
 
-    def side(values: tuple[Dims, ...]) -> tuple[Dims, ...]:
-        return tuple(tuple(tuple(f for f in dim if rule.sizes[f] > 1) for dim in dims) for dims in values)
-
-    return FactorRule(side(rule.operands), side(rule.results), rule.sizes, kinds, rule.reducers)
+    operands, results = (
+        tuple(tuple(tuple(f for f in dim if rule.sizes[f] > 1) for dim in dims) for dims in values)
+        for values in (rule.operands, rule.results)
+    )
+    return FactorRule(operands, results, rule.sizes, kinds, rule.reducers)

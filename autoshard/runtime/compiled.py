@@ -9,6 +9,7 @@ flat   static leaves, NNX objects, or a partly donated argument: flattened here,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -86,11 +87,11 @@ def build(planned: Planned, mesh: jax.sharding.Mesh, emitted: Callable[..., Sequ
     """
     inputs = shardings(planned.plan.input_specs, mesh)
     outputs = shardings(planned.plan.output_specs, mesh)
-    body = _Body(planned, _within(emitted, planned.plan, mesh), name, inputs, outputs)
+    body = _Body(planned, mesh, _within(emitted, planned.plan, mesh), name, inputs, outputs)
     whole = whole_slots(planned)
     if planned.template.plain and planned.outputs.plain and whole is not None:
         run, run_flat, lower = body.tree(whole)
-        if whole and mesh.devices.size > 1:
+        if whole and _must_not_share(mesh):
             run = unshared(run, whole)
         return Compiled(planned, mesh, inputs, outputs, run, run_flat, lower)
     return Compiled(planned, mesh, inputs, outputs, *body.flat())
@@ -105,10 +106,14 @@ def whole_slots(planned: Planned) -> tuple[int, ...] | None:
     return None if partly & kept else tuple(sorted(partly))
 
 
+def _must_not_share(mesh: jax.sharding.Mesh) -> bool:
+    return jax_compat.DONATING_TWICE_IS_FATAL and mesh.devices.size > 1
+
+
 def unshared(run: Callable[..., Any], donated: tuple[int, ...]) -> Callable[..., Any]:
     """`run`, but an array that is donated and passed twice is a `NewSignature`.
 
-    On several devices jaxlib up to 0.10 does not raise an error for it: it ends the process (a plain
+    On several devices jaxlib 0.10 does not raise an error for it: it ends the process (a plain
     `jax.jit(f, donate_argnums=0, in_shardings=...)` called with the same array twice does as well).
     """
     leaves_of = jax.tree.leaves
@@ -145,7 +150,12 @@ def _within(emitted: Callable[..., Sequence[Any]], plan: Plan, mesh: jax.shardin
     if not specs:
         return emitted
     inside: Any = jax.sharding.auto_axes(_tupled(emitted), axes=tuple(mesh.axis_names), out_sharding=specs)
-    return inside
+
+    def within(*flat: Any) -> tuple[Any, ...]:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return inside(*flat)
+
+    return within
 
 
 def _tupled(emitted: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Any, ...]]:
@@ -158,6 +168,7 @@ class _Body:
     """What both kinds of programs are made of."""
 
     planned: Planned
+    mesh: jax.sharding.Mesh
     emitted: Callable[..., Sequence[Any]]
     name: str
     inputs: tuple[NamedSharding, ...]
@@ -210,38 +221,67 @@ class _Body:
         places = [0] * len(planned.avals)
         for place, i in enumerate((*donated, *kept)):
             places[i] = place
+        pick_donated, pick_kept, restore = picker(donated), picker(kept), picker(places)
 
-        def entry(first: list[Any], second: list[Any]) -> list[Any]:
-            arrays = [*first, *second]
-            flat = [arrays[place] for place in places]
+        def entry(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+            flat = restore((*first, *second))
             if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
                 raise NewSignature
-            return list(emitted(*flat))
+            return tuple(emitted(*flat))
 
         entry.__name__ = entry.__qualname__ = self.name
         jitted = jax.jit(
             entry,
-            in_shardings=([self.inputs[i] for i in donated], [self.inputs[i] for i in kept]),
-            out_shardings=list(self.outputs),
+            in_shardings=(pick_donated(self.inputs), pick_kept(self.inputs)),
+            out_shardings=self.outputs,
             donate_argnums=(0,),
         )
-        read = reader(planned.template)
-        rebuild = planned.outputs.rebuild
+        read, write = reader(planned.template), writer(planned.outputs)
+        guard = _must_not_share(self.mesh)
 
         def run_flat(flat: Sequence[Any], references: Any) -> Any:
-            return rebuild(jitted([flat[i] for i in donated], [flat[i] for i in kept]), references)
+            return write(jitted(pick_donated(flat), pick_kept(flat)), references)
 
         def lower(flat: Sequence[Any], _: Any) -> Any:
-            return jitted.lower([flat[i] for i in donated], [flat[i] for i in kept])
+            return jitted.lower(pick_donated(flat), pick_kept(flat))
 
         def run(*values: Any) -> Any:
             flat, references = read(values)
-            first = [flat[i] for i in donated]
-            if len(set(map(id, first))) < len(first) and shares_donated((first,), (0,)):
+            if guard and len(set(map(id, flat))) < len(flat) and shares_donated((pick_donated(flat), flat), (0,)):
                 raise NewSignature
             return run_flat(flat, references)
 
         return run, run_flat, lower
+
+
+Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+def picker(positions: Sequence[int]) -> Pick:
+    """A quick function from a sequence to a tuple of its items at these positions."""
+    if not positions:
+        return lambda _: ()
+    if len(positions) == 1:
+        only = positions[0]
+        return lambda items: (items[only],)
+    return operator.itemgetter(*positions)
+
+
+def writer(outputs: Outputs) -> Callable[[Sequence[Any], Any], Any]:
+    """`outputs.rebuild`, quicker where there are no NNX objects."""
+    if outputs.hidden or any(isinstance(leaf, ObjectLeaf) for leaf in outputs.leaves):
+        return outputs.rebuild
+    values = [leaf.value if isinstance(leaf, Static) else None for leaf in outputs.leaves]
+    places = [i for i, leaf in enumerate(outputs.leaves) if not isinstance(leaf, Static)]
+    unflatten = outputs.tree.unflatten
+
+    def write(flat: Sequence[Any], _: Any) -> Any:
+        filled = values.copy()
+        for place, array in zip(places, flat, strict=True):
+            filled[place] = array
+        return unflatten(filled)
+
+    return write
 
 
 def same_avals(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
@@ -255,7 +295,7 @@ def same_avals(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
     return True
 
 
-Read = Callable[[Sequence[Any]], tuple[list[Any], Any]]
+Read = Callable[[Sequence[Any]], tuple[Sequence[Any], Any]]
 
 
 def reader(template: Template) -> Read:
@@ -264,21 +304,26 @@ def reader(template: Template) -> Read:
     What it returns raises `NewSignature` where the values do not fit the template; avals are left to jax.jit.
     """
     is_object = nnx_objects.object_test()
-    fixed = [(i, leaf.same) for i, leaf in enumerate(template.leaves) if isinstance(leaf, Static)]
+    fixed = [(i, leaf) for i, leaf in enumerate(template.leaves) if isinstance(leaf, Static)]
+    pick_fixed, known = picker([i for i, _ in fixed]), [leaf.value for _, leaf in fixed]
+    pick_arrays = picker([i for i, leaf in enumerate(template.leaves) if isinstance(leaf, ArrayLeaf)])
     held = [(i, leaf.definition) for i, leaf in enumerate(template.leaves) if isinstance(leaf, ObjectLeaf)]
     kinds = [(i, isinstance(leaf, ArrayLeaf)) for i, leaf in enumerate(template.leaves) if not isinstance(leaf, Static)]
     dynamic = [i for i, slot in enumerate(template.slots) if not slot.static]
     statics = list(zip((i for i, slot in enumerate(template.slots) if slot.static), template.statics, strict=True))
     count = len(template.slots)
 
-    def read(values: Sequence[Any]) -> tuple[list[Any], Any]:
+    def read(values: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         if len(values) != count or not all(static.same(values[i]) for i, static in statics):
             raise NewSignature
         leaves, tree = jax.tree.flatten([values[i] for i in dynamic], is_leaf=is_object)
-        if tree != template.tree or not all(same(leaves[i]) for i, same in fixed):
+        if tree != template.tree:
             raise NewSignature
+        for value, before, (_, static) in zip(pick_fixed(leaves), known, fixed, strict=True):
+            if value is not before and not static.same(value):
+                raise NewSignature
         if not held:
-            return [leaves[i] for i, _ in kinds], None
+            return pick_arrays(leaves), None
         definitions, parts, references = nnx_objects.split([leaves[i] for i, _ in held])
         if any(found != known for found, (_, known) in zip(definitions, held, strict=True)):
             raise NewSignature

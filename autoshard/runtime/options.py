@@ -20,7 +20,7 @@ from autoshard.search import named_mesh
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", 1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
+    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
 }
 """Units of memory, SI and binary."""
 

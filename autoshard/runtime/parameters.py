@@ -127,7 +127,9 @@ def read_parameters(
         p.name for p in signature.parameters.values() if p.kind in (KINDS.POSITIONAL_ONLY, KINDS.POSITIONAL_OR_KEYWORD)
     ]
     star_args = any(p.kind is KINDS.VAR_POSITIONAL for p in signature.parameters.values())
-    static, static_positions = _by_index("static_argnums", () if static_argnums is None else static_argnums, positional, star_args, name)
+    static, static_positions = _by_index(
+        "static_argnums", () if static_argnums is None else static_argnums, positional, star_args, name
+    )
     if static_argnames is not None:
         static |= _by_name(static_argnames, signature, name)
     donate: frozenset[str] | None = None

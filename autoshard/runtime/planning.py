@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
@@ -22,6 +24,7 @@ from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
+from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.target import Target, is_explicit
 from autoshard.search import make_plan, prepare
 
@@ -120,6 +123,7 @@ def plan_call(
     for i, spec in pins.items():
         pattern = next(p for p in options.pins or {} if matches(p, call.slashes[i]))
         check_pin(pattern, spec, call.slashes[i], shapes[i], dict(plan.mesh))
+    plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
     return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target)
 
 

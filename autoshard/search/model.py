@@ -8,6 +8,7 @@ XLA merges equal reshardings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from autoshard.errors import PinError, explain
-from autoshard.ir import MeshShape, Spec, Value, from_partition_spec, print_spec, short_type
+from autoshard.ir import MeshShape, Spec, Value, assignment_of, from_partition_spec, local_shape, print_spec, short_type
 from autoshard.search.choices import Choice, choice_of, follow, leader_choices
 from autoshard.search.clusters import Follow, find_parents, find_roots
 from autoshard.search.layers import Kinds, find_kinds
@@ -90,16 +91,22 @@ def _leader(op: Op, mesh: MeshShape, pins: Mapping[Value, Spec]) -> tuple[Choice
     found: dict[object, Choice] = {}
     if op.kind is OpKind.CONSTANT:
         return (choice_of(op.rule, ((),) * len(op.rule.sizes)),)
-    options = leader_choices(op.rule, mesh)
-    wanted = _wanted(op, pins)
+    sizes = dict(mesh)
+    options = [c for c in leader_choices(op.rule, mesh) if _compiles_right(op, c, sizes)]
+    wanted = _wanted(op, pins, sizes)
     if wanted is not None:
         options = [c for c in options if all(w is None or w == s for w, s in zip(wanted, c.results[0], strict=True))]
+        fixed = tuple(w for w in wanted if w is not None)
+        if not options and len(fixed) == len(wanted):
+            # Axes in another order than the mesh's on one dimension: a user may want that, the search never does.
+            exact = choice_of(op.rule, assignment_of(op.rule, op.rule.results[0], fixed, sizes))
+            options = [exact] if exact.results[0] == fixed else []
         if not options:
             shown = print_spec(tuple(w or () for w in wanted))
             raise PinError(
                 explain(
                     f"{short_type(op.results[0].aval)} is pinned to {shown} on the mesh {dict(mesh)}",
-                    "a spec whose axes' product divides each dimension, axes in mesh order on one dimension",
+                    "a spec whose axes' product divides each dimension, on a value that may be split",
                     "change the pin or the mesh",
                 )
             )
@@ -108,8 +115,31 @@ def _leader(op: Op, mesh: MeshShape, pins: Mapping[Value, Spec]) -> tuple[Choice
     return tuple(found.values())
 
 
-def _wanted(op: Op, pins: Mapping[Value, Spec]) -> tuple[tuple[str, ...] | None, ...] | None:
-    """The spec a leader's result must have, entry None where it is free."""
+def _compiles_right(op: Op, choice: Choice, sizes: Mapping[str, int]) -> bool:
+    """Whether XLA is known to compile a choice to the right values.
+
+    It does not where each device is left with a single update of a scatter whose indexed dimension is split: see the
+    rule of scatters (`autoshard.ir`).
+    """
+    if op.equation is None or not op.equation.name.startswith("scatter"):
+        return True
+    numbers = op.equation.params["dimension_numbers"]
+    split = any(choice.operands[0][d] for d in numbers.inserted_window_dims)
+    rows = local_shape(op.operands[-1].shape, choice.operands[-1], sizes)
+    count = math.prod(n for d, n in enumerate(rows) if d not in numbers.update_window_dims)
+    return not split or count > 1
+
+
+def _wanted(op: Op, pins: Mapping[Value, Spec], sizes: Mapping[str, int]) -> tuple[tuple[str, ...] | None, ...] | None:
+    """The spec a leader's result must have, entry None where it is free; axes of size 1 split nothing."""
+    wanted = _stated(op, pins)
+    if wanted is None:
+        return None
+    return tuple(None if axes is None else tuple(a for a in axes if sizes.get(a) != 1) for axes in wanted)
+
+
+def _stated(op: Op, pins: Mapping[Value, Spec]) -> tuple[tuple[str, ...] | None, ...] | None:
+    """What a pin or the user's sharding constraint says of a leader's result."""
     if op.kind is OpKind.INPUT and op.results[0] in pins:
         return pins[op.results[0]]
     if op.equation is not None and op.equation.name == "sharding_constraint":

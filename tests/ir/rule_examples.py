@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from autoshard.ir import Apply, Graph, from_jaxpr
-from autoshard.ir.rules_elementwise import ELEMENTWISE
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-F, I, B, C = jnp.float32, jnp.int32, jnp.bool_, jnp.complex64
+from autoshard.ir import Apply, Graph, from_jaxpr
+from autoshard.ir.rules_elementwise import ELEMENTWISE
+
+F, INT, B, C = jnp.float32, jnp.int32, jnp.bool_, jnp.complex64
 Example = tuple[str, Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 
 
@@ -23,13 +24,54 @@ def s(*shape: int, dtype: Any = F) -> jax.ShapeDtypeStruct:
 
 def elementwise() -> Iterator[Example]:
     """Each elementwise primitive on operands of one shape."""
-    integer = "and clz mulhi not or population_count shift_left shift_right_arithmetic shift_right_logical xor".split()
-    complexes = "conj imag real".split()
+    integer = [
+        "and",
+        "clz",
+        "mulhi",
+        "not",
+        "or",
+        "population_count",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "xor",
+    ]
+    complexes = ["conj", "imag", "real"]
     operands = {"clamp": 3, "complex": 2, "regularized_incomplete_beta": 3, "select_n": 3}
-    two = (
-        "add add_any and atan2 div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to max min mul mulhi ne "
-        "nextafter or polygamma pow rem shift_left shift_right_arithmetic shift_right_logical sub xor zeta"
-    ).split()
+    two = [
+        "add",
+        "add_any",
+        "and",
+        "atan2",
+        "div",
+        "eq",
+        "eq_to",
+        "ge",
+        "gt",
+        "igamma",
+        "igamma_grad_a",
+        "igammac",
+        "le",
+        "le_to",
+        "lt",
+        "lt_to",
+        "max",
+        "min",
+        "mul",
+        "mulhi",
+        "ne",
+        "nextafter",
+        "or",
+        "polygamma",
+        "pow",
+        "rem",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sub",
+        "xor",
+        "zeta",
+    ]
     params: dict[str, dict[str, Any]] = {
         "convert_element_type": {"new_dtype": np.dtype(jnp.bfloat16), "weak_type": False, "sharding": None},
         "integer_pow": {"y": 3},
@@ -38,13 +80,29 @@ def elementwise() -> Iterator[Example]:
     }
     params |= {"round": {"rounding_method": lax.RoundingMethod.TO_NEAREST_EVEN}}
     params |= {
-        n: {"accuracy": None} for n in "cbrt cos exp exp2 expm1 log log1p log2 logistic rsqrt sin sqrt tan tanh".split()
+        n: {"accuracy": None}
+        for n in [
+            "cbrt",
+            "cos",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log1p",
+            "log2",
+            "logistic",
+            "rsqrt",
+            "sin",
+            "sqrt",
+            "tan",
+            "tanh",
+        ]
     }
     for name in ELEMENTWISE:
         primitive = getattr(lax, f"{name}_p", None)
         if primitive is None or name == "polynomial":
             continue
-        dtype = I if name in integer else C if name in complexes else F
+        dtype = INT if name in integer else C if name in complexes else F
         shapes = [s(4, 6, dtype=dtype)] * operands.get(name, 2 if name in two else 1)
         if name == "select_n":
             shapes[0] = s(4, 6, dtype=B)
@@ -101,8 +159,8 @@ EXAMPLES: tuple[Example, ...] = (
     ("dot", lambda x, y: x @ y, (s(4, 6), s(6, 3))),
     ("dot batch", lambda x, y: jnp.einsum("bij,bkj->bik", x, y), (s(2, 4, 6), s(2, 3, 6))),
     ("dot two sums", lambda x, y: jnp.einsum("bij,bij->b", x, y), (s(2, 4, 6), s(2, 4, 6))),
-    ("ragged free", _ragged((((1,), (1,)), ((), ())), 0, (0,)), (s(8, 6), s(3, 6, 5), s(3, dtype=I))),
-    ("ragged sum", _ragged((((0,), (0,)), ((), ())), 0, ()), (s(8, 6), s(8, 5), s(3, dtype=I))),
+    ("ragged free", _ragged((((1,), (1,)), ((), ())), 0, (0,)), (s(8, 6), s(3, 6, 5), s(3, dtype=INT))),
+    ("ragged sum", _ragged((((0,), (0,)), ((), ())), 0, ()), (s(8, 6), s(8, 5), s(3, dtype=INT))),
     (
         "conv",
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC),
@@ -160,7 +218,7 @@ EXAMPLES: tuple[Example, ...] = (
     ("broadcast", lambda x: lax.broadcast_in_dim(x, (6, 4, 8), (0, 2)), (s(6, 1),)),
     ("broadcast_to", lambda x: jnp.broadcast_to(x, (5, 4, 6)), (s(4, 6),)),
     ("squeeze", lambda x: lax.squeeze(x, (1,)), (s(4, 1, 6),)),
-    ("iota", lambda: lax.broadcasted_iota(I, (4, 6), 1), ()),
+    ("iota", lambda: lax.broadcasted_iota(INT, (4, 6), 1), ()),
     ("concatenate", lambda x, y: lax.concatenate((x, y), 1), (s(4, 6), s(4, 2))),
     ("stack", lambda x, y: jnp.stack((x, y), 1), (s(4, 6), s(4, 6))),
     ("unstack", lambda x: jnp.unstack(x, axis=1), (s(4, 3),)),
@@ -171,32 +229,32 @@ EXAMPLES: tuple[Example, ...] = (
     ("slice", lambda x: lax.slice(x, (0, 1), (4, 5)), (s(4, 6),)),
     ("slice strides", lambda x: lax.slice(x, (0, 0), (4, 6), (1, 2)), (s(4, 6),)),
     ("rev", lambda x: lax.rev(x, (1,)), (s(4, 6),)),
-    ("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 6)), (s(4, 6), s(dtype=I))),
-    ("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, 0)), (s(4, 6), s(2, 6), s(dtype=I))),
+    ("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 6)), (s(4, 6), s(dtype=INT))),
+    ("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, 0)), (s(4, 6), s(2, 6), s(dtype=INT))),
     # Gathers and scatters.
-    ("embedding", lambda t, i: t[i], (s(16, 6), s(4, 3, dtype=I))),
-    ("take_along_axis", lambda x, i: jnp.take_along_axis(x, i, 1), (s(4, 6), s(4, 3, dtype=I))),
-    ("gather two", lambda x, i, j: x[i, j], (s(6, 8, 5), s(3, dtype=I), s(3, dtype=I))),
-    ("gather middle", lambda x, i: x[:, i], (s(6, 8, 5), s(3, dtype=I))),
-    ("gather windows", lambda x, i: lax.gather(x, i, GATHER((1, 2), (), (0,)), (2, 8)), (s(6, 8), s(3, 1, dtype=I))),
-    ("gather rows", lambda x, i: lax.gather(x, i, GATHER((1, 2), (), (0,)), (1, 8)), (s(6, 8), s(3, 1, dtype=I))),
-    ("gather batch", lambda x, i: jax.vmap(lambda x, i: x[i])(x, i), (s(4, 6, 5), s(4, 3, dtype=I))),
-    ("scatter set", lambda x, i, u: x.at[i].set(u), (s(8, 6), s(3, dtype=I), s(3, 6))),
-    ("scatter add", lambda x, i, u: x.at[i].add(u), (s(8, 6), s(3, dtype=I), s(3, 6))),
-    ("scatter mul", lambda x, i, u: x.at[i].mul(u), (s(8, 6), s(3, dtype=I), s(3, 6))),
-    ("scatter min", lambda x, i, u: x.at[i].min(u), (s(8, 6), s(3, dtype=I), s(3, 6))),
-    ("scatter max", lambda x, i, u: x.at[i].max(u), (s(8, 6), s(3, dtype=I), s(3, 6))),
-    ("scatter sub", lambda x, i, u: x.at[i].subtract(u), (s(8, 6), s(3, dtype=I), s(3, 6))),
+    ("embedding", lambda t, i: t[i], (s(16, 6), s(4, 3, dtype=INT))),
+    ("take_along_axis", lambda x, i: jnp.take_along_axis(x, i, 1), (s(4, 6), s(4, 3, dtype=INT))),
+    ("gather two", lambda x, i, j: x[i, j], (s(6, 8, 5), s(3, dtype=INT), s(3, dtype=INT))),
+    ("gather middle", lambda x, i: x[:, i], (s(6, 8, 5), s(3, dtype=INT))),
+    ("gather windows", lambda x, i: lax.gather(x, i, GATHER((1, 2), (), (0,)), (2, 8)), (s(6, 8), s(3, 1, dtype=INT))),
+    ("gather rows", lambda x, i: lax.gather(x, i, GATHER((1, 2), (), (0,)), (1, 8)), (s(6, 8), s(3, 1, dtype=INT))),
+    ("gather batch", lambda x, i: jax.vmap(lambda x, i: x[i])(x, i), (s(4, 6, 5), s(4, 3, dtype=INT))),
+    ("scatter set", lambda x, i, u: x.at[i].set(u), (s(8, 6), s(3, dtype=INT), s(3, 6))),
+    ("scatter add", lambda x, i, u: x.at[i].add(u), (s(8, 6), s(3, dtype=INT), s(3, 6))),
+    ("scatter mul", lambda x, i, u: x.at[i].mul(u), (s(8, 6), s(3, dtype=INT), s(3, 6))),
+    ("scatter min", lambda x, i, u: x.at[i].min(u), (s(8, 6), s(3, dtype=INT), s(3, 6))),
+    ("scatter max", lambda x, i, u: x.at[i].max(u), (s(8, 6), s(3, dtype=INT), s(3, 6))),
+    ("scatter sub", lambda x, i, u: x.at[i].subtract(u), (s(8, 6), s(3, dtype=INT), s(3, 6))),
     (
         "scatter batch",
         lambda x, i, u: jax.vmap(lambda x, i, u: x.at[i].add(u))(x, i, u),
-        (s(4, 8), s(4, 3, dtype=I), s(4, 3)),
+        (s(4, 8), s(4, 3, dtype=INT), s(4, 3)),
     ),
     ("scatter static", lambda x, u: x.at[2:5].set(u), (s(8, 6), s(3, 6))),
     (
         "scatter windows",
         lambda x, i, u: lax.scatter_add(x, i, u, SCATTER((1, 2), (), (0,))),
-        (s(6, 8), s(3, 1, dtype=I), s(3, 2, 8)),
+        (s(6, 8), s(3, 1, dtype=INT), s(3, 2, 8)),
     ),
     # Reductions and what needs a whole axis.
     ("sum", lambda x: x.sum(1), (s(4, 6),)),
@@ -205,10 +263,10 @@ EXAMPLES: tuple[Example, ...] = (
     ("prod", lambda x: x.prod(1), (s(4, 6),)),
     ("all", lambda x: x.all(1), (s(4, 6, dtype=B),)),
     ("any", lambda x: x.any(1), (s(4, 6, dtype=B),)),
-    ("xor", lambda x: lax.reduce_xor_p.bind(x, axes=(1,)), (s(4, 6, dtype=I),)),
+    ("xor", lambda x: lax.reduce_xor_p.bind(x, axes=(1,)), (s(4, 6, dtype=INT),)),
     ("reduce", lambda x: lax.reduce(x, 0.0, lambda a, b: a * b + a + b, (0,)), (s(4, 6),)),
-    ("argmax", lambda x: lax.argmax(x, 1, I), (s(4, 6),)),
-    ("argmin", lambda x: lax.argmin(x, 0, I), (s(4, 6),)),
+    ("argmax", lambda x: lax.argmax(x, 1, INT), (s(4, 6),)),
+    ("argmin", lambda x: lax.argmin(x, 0, INT), (s(4, 6),)),
     ("cumsum", lambda x: lax.cumsum(x, 1), (s(4, 6),)),
     ("cumprod", lambda x: lax.cumprod(x, 1), (s(4, 6),)),
     ("cummax", lambda x: lax.cummax(x, 1), (s(4, 6),)),
@@ -251,14 +309,14 @@ EXAMPLES: tuple[Example, ...] = (
     ),
     ("tridiagonal_solve", lambda x, y: lax.linalg.tridiagonal_solve(x, x, x, y), (s(2, 4), s(2, 4, 3))),
     ("symmetric_product", lambda x, c: lax.linalg.symmetric_product(x, c), (s(4, 6), s(4, 4))),
-    ("pivots", lambda x: lax.linalg.lu_pivots_to_permutation(x, 4), (s(2, 4, dtype=I),)),
+    ("pivots", lambda x: lax.linalg.lu_pivots_to_permutation(x, 4), (s(2, 4, dtype=INT),)),
     # Random bits.
     ("normal", lambda: jax.random.normal(jax.random.key(0), (4, 6)), ()),
     ("split keys", lambda: jax.vmap(lambda k: jax.random.bits(k, (6,)))(jax.random.split(jax.random.key(0), 4)), ()),
     (
         "fold_in",
         lambda i: jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(i)),
-        (s(4, dtype=I),),
+        (s(4, dtype=INT),),
     ),
     ("raw keys", lambda k: jax.random.bits(jax.random.wrap_key_data(k), (6,)), (s(2, dtype=jnp.uint32),)),
     ("clone", lambda: jax.random.key_data(jax.random.clone(jax.random.key(0))), ()),
@@ -292,8 +350,9 @@ def equations_of(graph: Graph) -> Iterator[Apply]:
 
 
 def only(function: Callable[..., Any], *avals: Any, name: str | None = None) -> Apply:
-    """The last equation of a function, or the last of that name."""
-    return [e for e in equations_of(graph_of(function, avals)) if name in (None, e.name)][-1]
+    """The last equation of a function, or the last of that name; bodies are not searched."""
+    equations = graph_of(function, avals).equations
+    return [e for e in equations if isinstance(e, Apply) and name in (None, e.name)][-1]
 
 
 def signature(equation: Apply) -> str:

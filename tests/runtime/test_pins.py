@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
+
 from autoshard.errors import ArgumentError, PinError
 from autoshard.runtime.pins import check_pins, matches, resolve_pins
-from jax.sharding import PartitionSpec as P
 
 PATHS = ("state/params/mlp/kernel", "state/params/mlp/bias", "state/mu/mlp/kernel", "batch/x")
 SHAPES = ((8, 6), (6,), (8, 6), (16, 8))
@@ -66,7 +67,7 @@ def test_two_patterns_may_agree() -> None:
         (
             {"**/kernal": P()},
             None,
-            r"the pin '\*\*/kernal' fits no array.\n  expected: .* nearest are 'state/mu/mlp/kernel'.*\n  to do: correct",
+            r"the pin '\*\*/kernal' fits no array.\n  expected: .* nearest are 'state/mu/mlp/kernel'.*\n  to do",
         ),
         (
             {"**/bias": P(None, "model")},

@@ -8,25 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.search import Problem, Result, solve
-
-
-def random_problem(seed: int, tight: bool, nodes: int = 6, choices: int = 4, times: int = 3) -> Problem:
-    rng = np.random.default_rng(seed)
-    sizes = [int(rng.integers(1, choices + 1)) for _ in range(rng.integers(2, nodes + 1))]
-    costs = tuple(np.where(rng.random(n) < 0.1, np.inf, rng.random(n)) if n > 1 else rng.random(n) for n in sizes)
-    edges = {
-        (i, j): rng.random((sizes[i], sizes[j])) * (rng.random((sizes[i], sizes[j])) < 0.7)
-        for i, j in itertools.combinations(range(len(sizes)), 2)
-        if rng.random() < 0.6
-    }
-    usages = tuple(rng.integers(0, 10, (times, n)).astype(float) for n in sizes)
-    limit = float(rng.integers(2 * len(sizes), 5 * len(sizes))) if tight else None
-    return Problem(costs, edges, usages, np.ones(times), limit)
-
-
-def brute_force(problem: Problem) -> float:
-    legal = (c for c in itertools.product(*(range(len(n)) for n in problem.costs)) if problem.fits(c))
-    return min((problem.cost(c) for c in legal), default=float("inf"))
+from tests.problems import brute_force, random_problem
 
 
 @pytest.mark.parametrize("seed", range(70))

@@ -58,7 +58,7 @@ def functional(step: Callable[..., Any], state: Callable[[], Tree], batch: Calla
 
 
 def run(case: Case, step: Callable[..., Any], steps: int = 3) -> list[Tree]:
-    """Drives `step` (anything with the signature of `case.step`); returns what is observed after each step, as numpy."""
+    """Drives `step` (anything with the signature of `case.step`); returns what each step shows, as numpy."""
     args, kwargs = case.fresh()
     observed: list[Tree] = []
     for i in range(steps):
@@ -70,7 +70,7 @@ def run(case: Case, step: Callable[..., Any], steps: int = 3) -> list[Tree]:
 
 
 def plain_jit(case: Case) -> Callable[..., Any]:
-    """The single-device reference: `nnx.jit` or `eqx.filter_jit` where the arguments hold such objects, else `jax.jit`."""
+    """The single-device reference: `nnx.jit` or `eqx.filter_jit` where arguments are such objects, else `jax.jit`."""
     args, kwargs = case.fresh()
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, (nnx.Module, nnx.Optimizer, eqx.Module)))
     if any(isinstance(x, (nnx.Module, nnx.Optimizer)) for x in leaves):
@@ -92,30 +92,57 @@ def to_numpy(tree: Tree) -> Tree:
 
 
 def distances(left: Tree, right: Tree) -> Iterator[tuple[str, float]]:
-    """For every leaf its path and ||left - right|| / ||right|| (0 when both are 0); the trees must match in structure."""
+    """For every leaf its path and ||left - right|| / ||right|| (||left|| if right is 0); the trees must match."""
     paths = jax.tree_util.tree_leaves_with_path(right)
     others = jax.tree.leaves(left)
-    for (path, r), l in zip(paths, others, strict=True):
-        assert l.shape == r.shape, f"{jax.tree_util.keystr(path)}: shapes {l.shape} and {r.shape}"
+    for (path, r), other in zip(paths, others, strict=True):
+        assert other.shape == r.shape, f"{jax.tree_util.keystr(path)}: shapes {other.shape} and {r.shape}"
         if r.dtype == jax.dtypes.float0:
             continue
         wide = np.complex128 if np.iscomplexobj(r) else np.float64
-        gap = float(np.linalg.norm(np.ravel(l.astype(wide) - r.astype(wide))))
+        gap = float(np.linalg.norm(np.ravel(other.astype(wide) - r.astype(wide))))
         size = float(np.linalg.norm(np.ravel(r.astype(wide))))
         yield jax.tree_util.keystr(path), gap / size if size else gap
 
 
 def cast(tree: Tree, dtype: Any) -> Tree:
-    """Every float leaf in `dtype` (complex leaves in its complex partner), all leaves as new jax arrays."""
-    pair = jnp.complex128 if jnp.dtype(dtype) == jnp.float64 else jnp.complex64
+    """Every float leaf in `dtype` (complex leaves in its complex partner), all leaves as new jax arrays.
+
+    By way of numpy: an eager copy of a jax array compiles once for every shape, and there are many.
+    """
+    pair = np.complex128 if jnp.dtype(dtype) == jnp.float64 else np.complex64
 
     def leaf(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(jnp.array(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(x))), impl=jax.random.key_impl(x))
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return jnp.array(x, dtype=pair)
+            return jnp.array(np.asarray(x).astype(pair))
         if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.array(x, dtype=dtype)
-        return jnp.array(x)
+            return jnp.array(np.asarray(x).astype(dtype))
+        return jnp.array(np.asarray(x))
 
     return jax.tree.map(leaf, tree)
+
+
+def drawn_like(shapes: Tree, seed: int, dtype: Any) -> Tree:
+    """Variables for the shapes that a flax model has under `eval_shape`, drawn by numpy: nothing to compile.
+
+    Weights are normal with variance 1 / fan-in, scales and variances near 1, other vectors near 0; optimizer state and
+    counters are 0, keys differ.
+    """
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(int(rng.integers(2**31)))
+        names = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value").split("/")
+        if "opt_state" in names or not jnp.issubdtype(x.dtype, jnp.floating):
+            values = np.zeros(x.shape)
+        elif len(x.shape) > 1:
+            fan_in = x.shape[0] if {"query", "key", "value"} & set(names) else np.prod(x.shape[:-1])
+            values = rng.standard_normal(x.shape) * fan_in**-0.5
+        else:
+            values = (names[-1] in ("scale", "var")) + 0.1 * rng.standard_normal(x.shape)
+        return jnp.array(values.astype(dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype))
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)

@@ -1,4 +1,4 @@
-"""Mixtures of experts with top-2 routing and a capacity: by dispatch and combine products, and by scatter and gather."""
+"""Mixtures of experts with top-2 routing and a capacity: dispatch and combine products, or scatter and gather."""
 
 from __future__ import annotations
 

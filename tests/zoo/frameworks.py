@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -13,18 +14,18 @@ import optax
 from flax import nnx
 from flax.training import train_state
 
-from .base import Arguments, Case, Program, cast, functional
+from .base import Arguments, Case, Program, cast, drawn_like, functional
 from .layers import cross_entropy, generator, integers, normal, token_batch
 
 WIDTH, HEADS, HIDDEN, TIME, VOCABULARY = 64, 8, 128, 16, 128
 
 
-def in_place(step: Any, objects: tuple[Any, ...], batch: Any) -> Case:
+def in_place(step: Any, objects: Callable[[], tuple[Any, ...]], batch: Callable[[int], Any], dtype: Any) -> Case:
     """A case whose step mutates NNX objects, its leading arguments; every fresh copy owns its buffers."""
-    graph, state = nnx.split(objects)
+    graph, shapes = nnx.split(nnx.eval_shape(objects))
 
     def fresh() -> Arguments:
-        copies = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+        copies = nnx.merge(graph, drawn_like(shapes, 40, dtype))
         return (*copies, batch(0)), {}
 
     return Case(
@@ -33,11 +34,6 @@ def in_place(step: Any, objects: tuple[Any, ...], batch: Any) -> Case:
         advance=lambda args, kwargs, out, i: ((*args[:-1], batch(i + 1)), kwargs),
         observe=lambda args, kwargs, out: {"state": nnx.to_pure_dict(nnx.state(args[:-1])), "out": out},
     )
-
-
-def cast_objects(objects: Any, dtype: Any) -> None:
-    """Float parameters are drawn in float32, so both builds start from the same point."""
-    nnx.update(objects, cast(nnx.state(objects), dtype))
 
 
 class GptBlock(nnx.Module):
@@ -81,12 +77,13 @@ def gpt_nnx(dtype: Any) -> Case:
 
         loss, grads = nnx.value_and_grad(loss_of)(model, rngs)
         optimizer.update(model, grads)
-        return {"loss": loss, "norm": optax.global_norm(grads)}
+        return {"loss": loss, "norm": optax.tree.norm(grads)}
 
-    model = Gpt(dtype, nnx.Rngs(40))
-    cast_objects(model, dtype)
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-6), wrt=nnx.Param)
-    return in_place(step, (model, optimizer, nnx.Rngs(dropout=41)), lambda i: token_batch(40, i, 16, TIME, VOCABULARY))
+    def objects() -> tuple[Gpt, nnx.Optimizer[Gpt], nnx.Rngs]:
+        model = Gpt(dtype, nnx.Rngs(40))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-6), wrt=nnx.Param), nnx.Rngs(dropout=41)
+
+    return in_place(step, objects, lambda i: token_batch(40, i, 16, TIME, VOCABULARY), dtype)
 
 
 class VitBlock(nnx.Module):
@@ -140,11 +137,12 @@ def vit_nnx(dtype: Any) -> Case:
         rng = generator(42, i)
         return {"images": normal(rng, (16, 16, 16, 3), dtype), "labels": integers(rng, (16,), 16)}
 
-    model = Vit(dtype, nnx.Rngs(params=42, dropout=43))
-    model.train()
-    cast_objects(model, dtype)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
-    return in_place(step, (model, optimizer), batch)
+    def objects() -> tuple[Vit, nnx.Optimizer[Vit]]:
+        model = Vit(dtype, nnx.Rngs(params=42, dropout=43))
+        model.train()
+        return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
+
+    return in_place(step, objects, batch, dtype)
 
 
 class LinenGpt(nn.Module):
@@ -170,7 +168,7 @@ class KeyedState(train_state.TrainState):
 
 
 def gpt_linen(dtype: Any) -> Case:
-    """Global-norm clipping before AdamW, a loss averaged over unmasked tokens, dropout keys folded from the step count."""
+    """Global-norm clipping before AdamW, a mean over unmasked tokens, dropout keys folded from the step count."""
     model = LinenGpt(dtype)
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-6, weight_decay=0.01))
 
@@ -186,13 +184,13 @@ def gpt_linen(dtype: Any) -> Case:
             return jnp.sum(cross_entropy(logits, batch["targets"]) * mask) / jnp.sum(mask)
 
         loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss, "norm": optax.global_norm(grads)}
+        return state.apply_gradients(grads=grads), {"loss": loss, "norm": optax.tree.norm(grads)}
 
     keys = {"params": jax.random.key(44), "dropout": jax.random.key(45)}
-    drawn = jax.jit(model.init)(keys, batch(0)["tokens"])["params"]
+    shapes = jax.eval_shape(model.init, keys, batch(0)["tokens"])["params"]
 
     def state() -> KeyedState:
-        params = cast(drawn, dtype)
+        params = drawn_like(shapes, 44, dtype)
         state = KeyedState.create(apply_fn=model.apply, params=params, tx=transform, key=jax.random.key(46))
         return state.replace(step=jnp.zeros((), jnp.int32))
 
@@ -252,10 +250,10 @@ class Mixer(eqx.Module):
 
     def __init__(self, key: jax.Array):
         keys = jax.random.split(key, 3)
-        self.embed = eqx.nn.Linear(32, WIDTH, key=keys[0])
-        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[1])
-        self.norm = eqx.nn.LayerNorm(WIDTH)
-        self.mlp = eqx.nn.MLP(WIDTH, 32, HIDDEN, depth=2, activation=jax.nn.silu, key=keys[2])
+        self.embed = eqx.nn.Linear(32, WIDTH, dtype=jnp.float32, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, dtype=jnp.float32, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(WIDTH, dtype=jnp.float32)
+        self.mlp = eqx.nn.MLP(WIDTH, 32, HIDDEN, depth=2, activation=jax.nn.silu, dtype=jnp.float32, key=keys[2])
         self.scale = 0.5
         self.residual = True
 

@@ -86,7 +86,7 @@ def graph_network(dtype: Any) -> Case:
 
 
 def gathers_and_scatters(dtype: Any) -> Case:
-    """Indexing of every kind a user writes, differentiated: several index arrays, slices at data-dependent places, updates."""
+    """Indexing of every kind, differentiated: several index arrays, slices at data-dependent places, updates."""
 
     def features(params: Params, batch: Params) -> jax.Array:
         i, j, rows = batch["i"], batch["j"], batch["row"]

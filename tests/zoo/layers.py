@@ -6,6 +6,7 @@ Everything runs under strict dtype and rank promotion.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ def layer_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def mlp_init(rng: np.random.Generator, sizes: tuple[int, ...], dtype: Any) -> list[Params]:
-    return [dense_init(rng, a, b, dtype) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+    return [dense_init(rng, a, b, dtype) for a, b in pairwise(sizes)]
 
 
 def mlp(params: list[Params], x: jax.Array) -> jax.Array:

@@ -23,12 +23,11 @@ from .layers import (
     normal,
     regression_batch,
     sgd,
-    weight,
 )
 
 
 def ordered(dtype: Any) -> Case:
-    """sort, top_k, cumsum, cumprod, argsort and argmax over features; sort, cumsum and argmax over the batch as well."""
+    """sort, top_k, cumsum, cumprod, argsort and argmax over features; sort, cumsum, argmax over the batch too."""
 
     def step(params: list[Params], batch: Params) -> tuple[list[Params], dict[str, jax.Array]]:
         def loss_of(params: list[Params]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -63,7 +62,7 @@ def ordered(dtype: Any) -> Case:
 
 
 def complex_weights(dtype: Any) -> Case:
-    """Complex layers and a complex linear recurrence; jax.grad of a real loss gives conjugates, so the step conjugates."""
+    """Complex layers and a complex linear recurrence; jax.grad of a real loss gives conjugates."""
 
     def step(state: Params, batch: Params) -> tuple[Params, dict[str, jax.Array]]:
         def loss_of(params: Params) -> tuple[jax.Array, jax.Array]:
@@ -186,7 +185,7 @@ def integer_leaves(dtype: Any) -> Case:
 
 
 def second_derivatives(dtype: Any) -> Case:
-    """A physics-informed loss: the Laplacian of a network by jvp of grad, one gradient match, and values at the border."""
+    """A physics-informed loss: the Laplacian of a network by jvp of grad, slopes, and values at the border."""
 
     def step(params: list[Params], batch: Params) -> tuple[list[Params], dict[str, jax.Array]]:
         def field(params: list[Params], x: jax.Array) -> jax.Array:
@@ -221,7 +220,7 @@ def second_derivatives(dtype: Any) -> Case:
     return functional(step, lambda: mlp_init(generator(114), (8, 64, 128, 1), dtype), batch)
 
 
-ROWS = 32
+ROWS = 8
 
 
 def fused_kernel(x_ref: Any, w_ref: Any, b_ref: Any, out_ref: Any, inner_ref: Any) -> None:
@@ -305,5 +304,5 @@ NUMERICS = (
         "allow_int gradients: float0 leaves in the state; int, uint, bool leaves",
     ),
     Program("second_derivatives", second_derivatives, True, "jvp of grad inside the loss"),
-    Program("pallas_kernel", pallas_kernel, True, "pallas_call (interpreted) with a custom_vjp, blocks of 32 rows"),
+    Program("pallas_kernel", pallas_kernel, True, "pallas_call (interpreted) with a custom_vjp, blocks of 8 rows"),
 )

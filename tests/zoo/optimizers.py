@@ -35,7 +35,7 @@ def with_optax(transform: optax.GradientTransformationExtraArgs, seed: int, dtyp
         loss, grads = jax.value_and_grad(mean_square)(state["params"], batch)
         updates, optimizer = transform.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "optimizer": optimizer}, {"loss": loss, "norm": optax.global_norm(grads)}
+        return {"params": params, "optimizer": optimizer}, {"loss": loss, "norm": optax.tree.norm(grads)}
 
     return on_mlp(step, seed, dtype, lambda params: {"optimizer": transform.init(params)})
 
@@ -71,7 +71,7 @@ def accumulation(dtype: Any) -> Case:
 
 
 def moving_average(dtype: Any) -> Case:
-    """Exponential moving average of the parameters, with the usual warm-up of its decay, and a loss under the average."""
+    """Exponential moving average of the parameters, with a warm-up of its decay, and the loss under it."""
 
     def step(state: Params, batch: Params) -> tuple[Params, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(mean_square)(state["params"], batch)
@@ -208,7 +208,12 @@ def loss_scaling(dtype: Any) -> Case:
 
 
 OPTIMIZERS = (
-    Program("accumulation_scan", accumulation, True, "the user's own gradient accumulation: reshape, then scan"),
+    Program(
+        "accumulation_scan",
+        accumulation,
+        True,
+        "the user's own gradient accumulation: reshape to (4, batch / 4), then scan",
+    ),
     Program("multi_steps", multi_steps, True, "optax.MultiSteps around clipping and Adam"),
     Program("adafactor", adafactor, True, "optax.adafactor: factored second moments, update clipping, parameter scale"),
     Program("muon", muon, True, "momentum through Newton-Schulz iterations"),
@@ -216,6 +221,11 @@ OPTIMIZERS = (
     Program(
         "shampoo_newton", shampoo(root_newton, 26), True, "matrix inverse fourth roots by a while_loop of products"
     ),
-    Program("moving_average", moving_average, True, "exponential moving average of the parameters"),
+    Program(
+        "moving_average",
+        moving_average,
+        True,
+        "exponential moving average of parameters; a second forward pass after the update",
+    ),
     Program("loss_scaling", loss_scaling, True, "lax.cond on finite gradients; the second batch overflows"),
 )

@@ -152,7 +152,7 @@ def state_space(dtype: Any) -> Case:
 
 
 def scan_under_vmap(dtype: Any) -> Case:
-    """One example at a time under vmap: a scan that stops changing at the example's own length, then per-example clipping."""
+    """One example at a time under vmap: a scan frozen at the example's own length, then per-example clipping."""
 
     def loss_of(params: Params, x: jax.Array, y: jax.Array, length: jax.Array) -> jax.Array:
         def body(carry: tuple[jax.Array, jax.Array], value: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:

@@ -235,7 +235,7 @@ def low_rank_adapters(dtype: Any) -> Case:
             x = x + adapted(layer["down"], adapter["down"], hidden)
         return jnp.mean(jnp.square(dense(frozen["head"], x) - batch["y"]))
 
-    transform = optax.adam(1e-2, eps=1e-5)
+    transform = optax.adam(1e-2, eps=1e-4)
 
     def step(state: Params, frozen: Params, batch: Params) -> tuple[Params, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(loss_of)(state["adapters"], frozen, batch)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .base import Case, Program, cast, functional
+from .base import Case, Program, drawn_like, functional
 from .layers import Params, cross_entropy, dense, dense_init, generator, integers, normal, sgd, weight
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -99,10 +99,10 @@ def resnet(dtype: Any) -> Case:
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "batch_stats": statistics, "optimizer": optimizer}, {"loss": loss}
 
-    drawn = jax.jit(model.init)(jax.random.key(50), jnp.zeros((16, 16, 16, 8), jnp.float32))
+    shapes = jax.eval_shape(model.init, jax.random.key(50), jnp.zeros((16, 16, 16, 8), dtype))
 
     def state() -> Params:
-        variables = cast(drawn, dtype)
+        variables = drawn_like(shapes, 50, dtype)
         return {**variables, "optimizer": transform.init(variables["params"])}
 
     return functional(step, state, lambda i: image_batch(50, i, dtype))

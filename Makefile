@@ -38,11 +38,20 @@ $(VENV)/.stamp-deviceless: pyproject.toml | $(VENV)/bin/python
 demo: $(VENV)/.stamp
 	$(BIN)/python -m autoshard.demo
 
+# Whole programs: a check of every call at run time would make planning them several times slower.
+PROGRAMS := tests/test_zoo.py tests/test_cases.py tests/test_demo.py tests/test_numerics.py tests/test_dispatch.py \
+	tests/costmodel/test_memory.py tests/search/test_collective_bytes.py tests/zoo
+PROGRAMS := $(wildcard $(PROGRAMS))
+# jaxtyping and beartype check every function and dataclass of autoshard (STYLE 9).
+CHECKED := --jaxtyping-packages=autoshard,tools.typecheck.checked $(PROGRAMS:%=--ignore=%)
+
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) $(CHECKED) tests
+	$(BIN)/python -m pytest $(PARALLEL) $(PROGRAMS)
 
 test-all: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest $(PARALLEL) --full
+	$(BIN)/python -m pytest $(PARALLEL) --full $(CHECKED) tests
+	$(BIN)/python -m pytest $(PARALLEL) --full $(PROGRAMS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

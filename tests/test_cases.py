@@ -1,7 +1,7 @@
-"""What users of such systems ran into (public reports): the kind of program, not one input, with the right value as the test.
+"""What users of such systems ran into (public reports): the kind of program, with the right value as the test.
 
-Each test names its reports. What the zoo runs anyway (every gradient leaf compared, dropout under remat, T5's shared bias,
-accumulation, while loops, sums) is pinned here only where a particular sharding is the point.
+Each test names its reports. What the zoo runs anyway (every gradient leaf compared, dropout under remat, T5's shared
+bias, accumulation, while loops, sums) is pinned here only where a particular sharding is the point.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+
 from autoshard import autoshard
 from autoshard.errors import PinError
 from autoshard.runtime import collectives
-from jax.sharding import PartitionSpec as P
 
 from .helpers import distance, eager_cluster
 
@@ -101,7 +102,7 @@ def test_gathers_over_several_dimensions() -> None:
 
 
 def test_init_is_never_whole_on_one_device() -> None:
-    """google/flax#3701, google-deepmind/optax#548, jax-ml/jax#19893: initialisation, optimizer state and random bits."""
+    """google/flax#3701, google-deepmind/optax#548, jax-ml/jax#19893: optimizer state and random bits."""
     import optax
 
     optimizer = optax.adam(1e-3)
@@ -124,7 +125,7 @@ def test_init_is_never_whole_on_one_device() -> None:
         assert leaf.addressable_shards[0].data.nbytes == whole // 8
     np.testing.assert_array_equal(state["params"]["w"], make_state(key)["params"]["w"])
     program = jax.jit(make_state, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower(key).compile()
-    stats = program.memory_analysis()
+    stats: Any = program.memory_analysis()
     assert stats.temp_size_in_bytes + stats.output_size_in_bytes < whole
 
 

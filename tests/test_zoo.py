@@ -1,7 +1,7 @@
 """Every program of the zoo, sharded, equals plain jit on one device.
 
-The full matrix is programs x meshes x axis types x dtypes (`make test-all`); CI runs a slice in which every program runs
-once in each dtype and the other choices take turns.
+The full matrix is programs x meshes x axis types x dtypes (`make test-all`); CI runs a slice in which every program
+runs once in each dtype and the other choices take turns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from autoshard import autoshard
 
 from .helpers import eager_cluster

@@ -69,7 +69,12 @@ def path_collectives(shape: Sequence[int], source: Spec, path: Sequence[Spec], m
 
 
 def reshard_path(
-    shape: Sequence[int], source: Spec, target: Spec, mesh: MeshShape, cost: MoveCost | None = None
+    shape: Sequence[int],
+    source: Spec,
+    target: Spec,
+    mesh: MeshShape,
+    cost: MoveCost | None = None,
+    known: dict[tuple[Spec, Spec], float] | None = None,
 ) -> tuple[Spec, ...]:
     """The constraints to state, in order, the target last: one, or two where that is cheaper.
 
@@ -81,6 +86,7 @@ def reshard_path(
       source, target: how it is sharded and shall be.
       mesh: all axes, major first.
       cost: of one collective; by default the elements one device sends.
+      known: what single constraints cost, filled in here; to share between calls of one shape, mesh and cost.
     """
     if source == target:
         return ()
@@ -90,13 +96,20 @@ def reshard_path(
     if not whole or (len(direct) < 2 and not rematerializes(source, target, mesh)):
         return (target,)
     price = _sent(sizes) if cost is None else cost
-    best, best_cost = (target,), WORTH_A_STEP * sum(price(*move) for move in direct)
+    costs = {} if known is None else known
+
+    def step(a: Spec, b: Spec) -> float:
+        if (a, b) not in costs:
+            costs[a, b] = sum(price(*move) for move in reshard_collectives(shape, a, b, mesh))
+        return costs[a, b]
+
+    best, best_cost = (target,), WORTH_A_STEP * step(source, target)
     axes = tuple(name for name, _ in mesh if name in (*spec_axes(source), *spec_axes(target)))
-    for between in _specs(axes, len(shape)):
-        if between in (source, target) or not divides(tuple(shape), between, sizes):
+    for between in _between(axes, tuple(shape), mesh):
+        total = step(source, between)
+        if total >= best_cost or between in (source, target):
             continue
-        moves = path_collectives(shape, source, (between, target), mesh)
-        total = sum(price(*move) for move in moves)
+        total += step(between, target)
         if total < best_cost:
             best, best_cost = (between, target), total
     return best
@@ -116,6 +129,13 @@ def _sent(sizes: Mapping[str, int]) -> MoveCost:
                 return (n - 1) / n * elements
 
     return cost
+
+
+@lru_cache(maxsize=4096)
+def _between(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> tuple[Spec, ...]:
+    """The specs of these axes that divide a shape."""
+    sizes = dict(mesh)
+    return tuple(spec for spec in _specs(axes, len(shape)) if divides(shape, spec, sizes))
 
 
 def _specs(axes: tuple[str, ...], rank: int) -> Iterator[Spec]:

@@ -35,6 +35,10 @@ STRICTER: Mapping[str, str] = {
     "reduce_xor": "collectives have no exclusive or",
     "reshape": "a factor that only one side has moves elements; older Shardy says parallel",
     "rev": "elements move to the mirrored device; older Shardy says parallel",
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+        "a single update, split along the indexed dimension, gave wrong values on jaxlib 0.10.1 (rules_index.py)",
+    ),
     "schur": "as eigh",
     "symmetric_product": "a library call on GPUs",
     "tridiagonal": "as eigh",

@@ -33,6 +33,17 @@ def _ragged_dot(equation: Apply) -> FactorRule:
     return _product(equation, numbers.dot_dimension_numbers, ints(numbers.rhs_group_dimensions))
 
 
+@register_rule("scaled_matmul", "scaled_matmul_wrapper")
+def _scaled_matmul(equation: Apply) -> FactorRule:
+    """cuDNN's block-scaled product `([b,i,k],[b,j,k],[b,i,l],[b,j,l])->([b,i,j])`; k and its blocks l stay whole."""
+    builder = FactorBuilder(equation)
+    out = builder.result()
+    builder.factor({0: 0, 1: 0, 2: 0, 3: 0, out: 0})
+    builder.factor({0: 1, 2: 1, out: 1})
+    builder.factor({1: 1, 3: 1, out: 2})
+    return builder.build()
+
+
 def _product(equation: Apply, numbers: Any, groups: Sequence[int] = ()) -> FactorRule:
     """The rule of a product; its result has batch, left and right dimensions, last in its shape.
 

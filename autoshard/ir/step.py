@@ -130,6 +130,8 @@ def _read(flow: dict[Value, Flow], atom: Atom) -> Flow:
 def _equation(equation: Equation, inputs: Sequence[Flow]) -> Sequence[Flow]:
     if not isinstance(equation, Apply):
         return [inputs[0]]
+    if not equation.outputs:
+        return []
     name = equation.name
     if name == "scan":
         constants, carries = jax_compat.scan_layout(equation.params)

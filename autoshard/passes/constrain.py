@@ -7,15 +7,46 @@
 Each value is fixed to its spec where it is made (`keep`), and moved (`reshard`) before the first equation that needs it
 otherwise, once for each spec. A user's `sharding_constraint` becomes such a reshard. Bodies are treated alike: their
 inputs are fixed at the start and their outputs moved to what the loop carries.
+
+A sum scattered over two dimensions is kept in two steps, for of a matrix product XLA would all-reduce the whole once
+for each dimension (jax 0.10.1, CPU):
+
+    z = keep[(a,b)] z0, partial over a and b     -->   z1 = keep[(-,b)] z0     all-reduce over b, slice, over a
+                                                       z = keep[(a,b)] z1      slice
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, final
 
-from autoshard.ir import Apply, Atom, Equation, Graph, Place, Reshard, Spec, Value
+from autoshard.ir import (
+    Apply,
+    Atom,
+    Equation,
+    FactorKind,
+    Graph,
+    Place,
+    Reshard,
+    Spec,
+    Value,
+    axes_size,
+    factor_rule,
+    spec_axes,
+)
 from autoshard.plan import Decisions
+
+Rewrite = Callable[[Apply, tuple[Spec | None, ...], tuple[Spec | None, ...]], Apply]
+"""Gives an equation another form, knowing the specs of its operands and results."""
+
+PRODUCTS = ("dot_general",)
+CONVOLUTIONS = ("conv_general_dilated",)
+GROUP_COUNTS = ("feature_group_count", "batch_group_count")
+
+
+def _as_is(equation: Apply, _operands: tuple[Spec | None, ...], _results: tuple[Spec | None, ...]) -> Apply:
+    return equation
 
 
 @final
@@ -25,17 +56,61 @@ class Constrain:
 
     Attributes:
       decisions: the specs of values, operands and outputs.
+      sizes: of mesh axes; without them every sum is stated in one step.
+      rewrite: applied to each equation, given the specs in which its operands arrive and its results are made.
     """
 
     name: ClassVar[str] = "constrain"
     decisions: Decisions
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    rewrite: Rewrite = _as_is
+
+    @staticmethod
+    def scattered_groups(
+        result: Spec, partial: Sequence[str], sizes: Mapping[str, int]
+    ) -> list[tuple[int, tuple[str, ...]]]:
+        """(dimension, axes) of a result's dimensions that are split over axes of its sum, most parts first."""
+        groups = [(d, tuple(a for a in axes if a in partial)) for d, axes in enumerate(result)]
+        return sorted((g for g in groups if g[1]), key=lambda g: (-axes_size(g[1], sizes), g[0]))
+
+    @staticmethod
+    def sum_stop(name: str, result: Spec, partial: Sequence[str], sizes: Mapping[str, int]) -> Spec | None:
+        """The spec stated before `result`, so that XLA sums no more than it has to; None where none is needed.
+
+        Args:
+          name: of the primitive.
+          result: where the sum shall lie.
+          partial: axes summed over.
+          sizes: of mesh axes.
+        """
+        groups = Constrain.scattered_groups(result, partial, sizes)
+        if not groups or len(groups[0][1]) == len(partial):
+            return None
+        base = tuple(tuple(a for a in axes if a not in partial) for axes in result)
+        if name in CONVOLUTIONS:
+            return base
+        if name in PRODUCTS and len(groups) > 1:
+            dim, axes = groups[0]
+            return (*base[:dim], (*base[dim], *axes), *base[dim + 1 :])
+        return None
+
+    @staticmethod
+    def is_local(equation: Apply, axes: Sequence[str]) -> bool:
+        """Whether an equation split over these axes is computed on the parts, for XLA would gather its operands.
+
+        That are FFTs, and convolutions with feature or batch groups (jax 0.10.1, CPU).
+        """
+        if not axes:
+            return False
+        return equation.name == "fft" or any(equation.params.get(count, 1) > 1 for count in GROUP_COUNTS)
 
     def apply(self, graph: Graph) -> Graph:
         """The graph with every decision in it."""
-        return _constrain(graph, self.decisions, top=True)
+        return _constrain(graph, self, top=True)
 
 
-def _constrain(graph: Graph, decisions: Decisions, top: bool) -> Graph:
+def _constrain(graph: Graph, how: Constrain, top: bool) -> Graph:
+    decisions = how.decisions
     writer = _Writer(decisions)
     if not top:
         place = next((e.place for e in graph.equations), None)
@@ -52,28 +127,42 @@ def _constrain(graph: Graph, decisions: Decisions, top: bool) -> Graph:
             writer.alias(equation.outputs[0], operands[0])
             continue
         raw = tuple(Value(value.aval) if writer.fixes(value) else value for value in equation.outputs)
-        bodies = tuple(_constrain(body, decisions, top=False) for body in equation.graphs)
-        writer.equations.append(
-            Apply(
-                equation.primitive,
-                tuple(operands),
-                raw,
-                equation.params,
-                bodies,
-                equation.effects,
-                equation.context,
-                equation.place,
-            )
+        bodies = tuple(_constrain(body, how, top=False) for body in equation.graphs)
+        written = Apply(
+            equation.primitive,
+            tuple(operands),
+            raw,
+            equation.params,
+            bodies,
+            equation.effects,
+            equation.context,
+            equation.place,
         )
+        specs = tuple(decisions.operands.get((equation, k)) for k in range(len(operands)))
+        results = tuple(decisions.values.get(value) for value in equation.outputs)
+        writer.equations.append(how.rewrite(written, specs, results))
         for value, made in zip(equation.outputs, raw, strict=True):
             if made is not value:
-                writer.fix(value, made, equation.place)
+                writer.fix(value, made, equation.place, _stop(equation, specs, decisions.values[value], how.sizes))
     place = graph.equations[-1].place if graph.equations else None
     outputs = tuple(
         atom if place is None else writer.arrive(atom, decisions.outputs.get((graph, k)), place)
         for k, atom in enumerate(graph.outputs)
     )
     return Graph(graph.inputs, graph.constants, tuple(writer.equations), outputs, graph.effects)
+
+
+def _stop(equation: Apply, operands: Sequence[Spec | None], result: Spec, sizes: Mapping[str, int]) -> Spec | None:
+    """The spec in which a sum is stated first, None where its own spec will do."""
+    if not sizes or equation.name not in (*PRODUCTS, *CONVOLUTIONS):
+        return None
+    first = operands[0]
+    if first is None or not set(spec_axes(first)) & set(spec_axes(result)):
+        return None
+    rule = factor_rule(equation)
+    summed = {(f,) for f in rule.of_kind(FactorKind.REDUCTION)}
+    partial = [axis for dim, axes in zip(rule.operands[0], first, strict=True) if dim in summed for axis in axes]
+    return Constrain.sum_stop(equation.name, result, partial, sizes)
 
 
 class _Writer:
@@ -83,16 +172,20 @@ class _Writer:
         self.equations: list[Equation] = []
         self._decisions = decisions
         self._now: dict[Value, Atom] = {}
-        self._moved: dict[tuple[Value, Spec], Value] = {}
+        self._moved: dict[tuple[Value, tuple[Spec, ...]], Value] = {}
 
     def fixes(self, value: Value) -> bool:
         """Whether the plan has a spec for the value that is worth stating."""
         return value in self._decisions.values
 
-    def fix(self, value: Value, made: Value, place: Place) -> None:
-        """States the spec of a value just made; `made` may be the value itself (inputs of bodies)."""
+    def fix(self, value: Value, made: Value, place: Place, stop: Spec | None = None) -> None:
+        """States the spec of a value just made, after `stop`; `made` may be the value itself (inputs of bodies)."""
         if not self.fixes(value):
             return
+        if stop is not None:
+            stated = Value(value.aval)
+            self.equations.append(Reshard(made, stated, stop, False, place))
+            made = stated
         fixed = value if made is not value else Value(value.aval)
         self.equations.append(Reshard(made, fixed, self._decisions.values[value], False, place))
         if fixed is not value:
@@ -110,10 +203,11 @@ class _Writer:
         have = self._decisions.values.get(atom)
         if spec is None or have is None or have == spec or not isinstance(now, Value):
             return now
-        if (atom, spec) not in self._moved:
-            for stop in self._decisions.detours.get((atom.shape, have, spec), (spec,)):
-                moved = Value(atom.aval)
-                self.equations.append(Reshard(now, moved, stop, True, place))
-                now = moved
-            self._moved[atom, spec] = now
-        return self._moved[atom, spec]
+        way = self._decisions.detours.get((atom.shape, have, spec), (spec,))
+        for k, stop in enumerate(way):
+            key = (atom, way[: k + 1])
+            if key not in self._moved:
+                self._moved[key] = Value(atom.aval)
+                self.equations.append(Reshard(now, self._moved[key], stop, True, place))
+            now = self._moved[key]
+        return now

@@ -92,7 +92,7 @@ def build(planned: Planned, mesh: jax.sharding.Mesh, emitted: Callable[..., Sequ
     if planned.template.plain and planned.outputs.plain and whole is not None:
         run, run_flat, lower = body.tree(whole)
         if whole and _must_not_share(mesh):
-            run = unshared(run, whole)
+            run = unshared(run, planned.template, whole)
         return Compiled(planned, mesh, inputs, outputs, run, run_flat, lower)
     return Compiled(planned, mesh, inputs, outputs, *body.flat())
 
@@ -110,13 +110,21 @@ def _must_not_share(mesh: jax.sharding.Mesh) -> bool:
     return jax_compat.DONATING_TWICE_IS_FATAL and mesh.devices.size > 1
 
 
-def unshared(run: Callable[..., Any], donated: tuple[int, ...]) -> Callable[..., Any]:
+def unshared(run: Callable[..., Any], template: Template, donated: tuple[int, ...]) -> Callable[..., Any]:
     """`run`, but an array that is donated and passed twice is a `NewSignature`.
 
     On several devices jaxlib 0.10 does not raise an error for it: it ends the process (a plain
     `jax.jit(f, donate_argnums=0, in_shardings=...)` called with the same array twice does as well).
     """
-    leaves_of = jax.tree.leaves
+    dynamic = [i for i, slot in enumerate(template.slots) if not slot.static]
+    if len(dynamic) < len(template.slots):
+        pick = picker(dynamic)
+        flatten = _tuple_tree(template).flatten_up_to
+
+        def leaves_of(values: tuple[Any, ...]) -> Any:
+            return flatten(pick(values))
+    else:
+        leaves_of = _tuple_tree(template).flatten_up_to  # one call into C++; ValueError where the trees differ
 
     def guarded(*values: Any) -> Any:
         leaves = leaves_of(values)
@@ -125,6 +133,10 @@ def unshared(run: Callable[..., Any], donated: tuple[int, ...]) -> Callable[...,
         return run(*values)
 
     return guarded
+
+
+def _tuple_tree(template: Template) -> Any:
+    return jax.tree.structure(tuple(template.tree.unflatten(range(template.tree.num_leaves))))
 
 
 def shares_donated(values: Sequence[Any], donated: Sequence[int]) -> bool:
@@ -303,12 +315,13 @@ def reader(template: Template) -> Read:
 
     What it returns raises `NewSignature` where the values do not fit the template; avals are left to jax.jit.
     """
-    is_object = nnx_objects.object_test()
     fixed = [(i, leaf) for i, leaf in enumerate(template.leaves) if isinstance(leaf, Static)]
-    pick_fixed, known = picker([i for i, _ in fixed]), [leaf.value for _, leaf in fixed]
+    pick_fixed, expected = picker([i for i, _ in fixed]), [leaf.value for _, leaf in fixed]
     pick_arrays = picker([i for i, leaf in enumerate(template.leaves) if isinstance(leaf, ArrayLeaf)])
     held = [(i, leaf.definition) for i, leaf in enumerate(template.leaves) if isinstance(leaf, ObjectLeaf)]
     kinds = [(i, isinstance(leaf, ArrayLeaf)) for i, leaf in enumerate(template.leaves) if not isinstance(leaf, Static)]
+    # The test is asked at every node: only where there are objects. Without, one in a tree makes the trees differ.
+    is_object = nnx_objects.object_test() if held else None
     dynamic = [i for i, slot in enumerate(template.slots) if not slot.static]
     statics = list(zip((i for i, slot in enumerate(template.slots) if slot.static), template.statics, strict=True))
     count = len(template.slots)
@@ -319,7 +332,7 @@ def reader(template: Template) -> Read:
         leaves, tree = jax.tree.flatten([values[i] for i in dynamic], is_leaf=is_object)
         if tree != template.tree:
             raise NewSignature
-        for value, before, (_, static) in zip(pick_fixed(leaves), known, fixed, strict=True):
+        for value, before, (_, static) in zip(pick_fixed(leaves), expected, fixed, strict=True):
             if value is not before and not static.same(value):
                 raise NewSignature
         if not held:

@@ -1,5 +1,7 @@
 """What stands behind `Plan.compile`: the planned program, lowered for GPUs that need not be there."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,7 @@
 """From an answer to the sharding of every value, costed exactly.
 
-Each op does what its kind does under the answer; a resharding of a value to a spec is paid once. `estimate` goes over
+Each op does what its kind does under the answer; a resharding of a value to a spec is paid once, and
+so is the first step of several. `estimate` goes over
 kinds (quick, for comparing answers), `lay_out` over ops (for the plan).
 """
 
@@ -75,10 +76,10 @@ def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
         for t in pricer.sums(op, choice):
             sums.append((op, t, op.times))
             traffic += op.times * pricer.traffic_s(t)
-        for value, target in _moves(model, op, chosen):
-            route = pricer.reshard(value, spec[value], target)
-            moves.append(Move(value, spec[value], route, op.times))
-            traffic += op.times * route.time_s
+        for value, targets in _moves(model, op, chosen):
+            for route in pricer.reshards(value, spec[value], targets):
+                moves.append(Move(value, spec[value], route, op.times))
+                traffic += op.times * route.time_s
     return Layout(choices, spec, tuple(moves), tuple(sums), compute, traffic)
 
 
@@ -92,8 +93,9 @@ def estimate(model: Model, answer: Sequence[int], pricer: Pricer) -> float:
         total += len(group) * op.times * seconds
     for op, count in model.kinds.makers:
         results = chosen[model.kinds.kind[op.index]].results
-        for value, target in _moves(model, op, chosen):
-            total += count * op.times * pricer.reshard(value, results[model.ops.maker[value][1]], target).time_s
+        for value, targets in _moves(model, op, chosen):
+            routes = pricer.reshards(value, results[model.ops.maker[value][1]], targets)
+            total += count * op.times * sum(route.time_s for route in routes)
     return total
 
 
@@ -102,7 +104,7 @@ def _chosen(model: Model, answer: Sequence[int]) -> list[Choice]:
     return [choices[answer[v]] for choices, v in zip(model.choices, model.variable, strict=True)]
 
 
-def _moves(model: Model, op: Op, chosen: Sequence[Choice]) -> Iterator[tuple[Value, Spec]]:
+def _moves(model: Model, op: Op, chosen: Sequence[Choice]) -> Iterator[tuple[Value, list[Spec]]]:
     """The specs other than its own that each result of an op is wanted in, each once."""
     kind = model.kinds.kind
     for r, value in enumerate(op.results):
@@ -113,4 +115,4 @@ def _moves(model: Model, op: Op, chosen: Sequence[Choice]) -> Iterator[tuple[Val
             maker, result = model.ops.maker[target]
             wanted.append(chosen[kind[maker.index]].results[result])
         own = chosen[kind[op.index]].results[r]
-        yield from ((value, target) for target in dict.fromkeys(wanted) if target != own)
+        yield value, [target for target in dict.fromkeys(wanted) if target != own]

@@ -123,8 +123,9 @@ def _compiles_right(op: Op, choice: Choice, sizes: Mapping[str, int]) -> bool:
     """
     if op.equation is None or not op.equation.name.startswith("scatter"):
         return True
-    numbers = op.equation.params["dimension_numbers"]
-    split = any(choice.operands[0][d] for d in numbers.inserted_window_dims)
+    numbers: Any = op.equation.params["dimension_numbers"]
+    indexed: tuple[int, ...] = numbers.inserted_window_dims
+    split = any(choice.operands[0][d] for d in indexed)
     rows = local_shape(op.operands[-1].shape, choice.operands[-1], sizes)
     count = math.prod(n for d, n in enumerate(rows) if d not in numbers.update_window_dims)
     return not split or count > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +17,8 @@ from autoshard.costmodel import (
     reshard_path,
     work_time_s,
 )
-from autoshard.ir import MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
+from autoshard.ir import FactorKind, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
+from autoshard.passes import Constrain
 from autoshard.search.choices import Choice
 from autoshard.search.ops import Op, OpKind
 
@@ -45,16 +46,25 @@ class Route:
 
     Attributes:
       path: the specs to go through, the target last.
-      traffic: its collectives.
+      steps: the collectives of each step.
       time_s: seconds of all of them.
     """
 
     path: tuple[Spec, ...]
-    traffic: tuple[Traffic, ...]
+    steps: tuple[tuple[Traffic, ...], ...]
     time_s: float
+
+    @property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """All collectives."""
+        return tuple(traffic for step in self.steps for traffic in step)
 
 
 HERE = Route((), (), 0.0)
+
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+BY_DIMENSION = frozenset(("dot_general", "conv_general_dilated", *REDUCTIONS))
+"""Primitives whose sums XLA combines once for each summed dimension (jax 0.10.1, CPU)."""
 
 
 @final
@@ -105,23 +115,68 @@ class Pricer:
                 self.mesh,
                 lambda kind, elements, axes: self.traffic_s(Traffic(kind, elements * item, axes)),
             )
-            moves = path_collectives(value.shape, source, path, self.mesh)
-            traffic = tuple(Traffic(kind, elements * item, axes) for kind, elements, axes in moves)
-            self._routes[key] = Route(path, traffic, sum(self.traffic_s(t) for t in traffic))
+            steps = tuple(
+                tuple(
+                    Traffic(kind, elements * item, axes)
+                    for kind, elements, axes in path_collectives(value.shape, a, (b,), self.mesh)
+                )
+                for a, b in zip((source, *path), path, strict=False)
+            )
+            self._routes[key] = Route(path, steps, sum(self.traffic_s(t) for step in steps for t in step))
         return self._routes[key]
 
+    def reshards(self, value: Value, source: Spec, targets: Iterable[Spec]) -> Iterator[Route]:
+        """The routes of one value to several specs; a step that routes begin alike with is paid by the first."""
+        paid: set[tuple[Spec, ...]] = set()
+        for target in targets:
+            route = self.reshard(value, source, target)
+            shared = 0
+            for k in range(len(route.path)):
+                if route.path[: k + 1] in paid:
+                    shared = k + 1
+                paid.add(route.path[: k + 1])
+            if shared:
+                steps = ((),) * shared + route.steps[shared:]
+                route = Route(route.path, steps, sum(self.traffic_s(t) for step in steps for t in step))
+            yield route
+
     def sums(self, op: Op, choice: Choice) -> tuple[Traffic, ...]:
-        """Collectives that combine an op's partial results."""
+        """Collectives that combine an op's partial results.
+
+        XLA all-reduces a sum over several dimensions once for each of them, last one first; other ops once. A sum that
+        is scattered over all its axes on one dimension is one all-reduce, or reduce-scatter, of the whole; of a matrix
+        product scattered over some of its axes the others follow on what is left (see `Constrain.sum_stop`):
+
+            partial over a and b, to (-,b):    all-reduce over b of n bytes, slice, all-reduce over a of n / b bytes
+        """
         if not choice.partial:
             return ()
-        found: list[Traffic] = []
-        for value, spec in zip(op.results, choice.results, strict=True):
-            base = tuple(tuple(a for a in axes if a not in choice.scattered) for axes in spec)
-            nbytes = local_bytes(value.aval, base, self.sizes)
-            whole = set(choice.scattered) == set(choice.partial)
-            kind = "reduce_scatter" if whole and self._device.reduce_scatter else "all_reduce"
-            found.append(Traffic(kind, nbytes, choice.partial))
-        return tuple(found)
+        return tuple(t for v, s in zip(op.results, choice.results, strict=True) for t in self._sum(op, choice, v, s))
+
+    def _sum(self, op: Op, choice: Choice, value: Value, spec: Spec) -> Iterator[Traffic]:
+        name = op.equation.name if op.equation is not None else ""
+        base = tuple(tuple(a for a in axes if a not in choice.scattered) for axes in spec)
+        nbytes = local_bytes(value.aval, base, self.sizes)
+        groups = Constrain.scattered_groups(spec, choice.scattered, self.sizes)
+        left, scattered = choice.partial, choice.scattered
+        local = op.equation is not None and Constrain.is_local(op.equation, choice.split_axes)
+        if groups and (name == "dot_general" or len(groups[0][1]) == len(left)):
+            first = groups[0][1]
+            yield self._combine(nbytes, first, scattered)
+            nbytes //= axes_size(first, self.sizes)
+            left = tuple(axis for axis in left if axis not in first)
+        by_dimension = not local and name in BY_DIMENSION
+        factors = op.rule.of_kind(FactorKind.REDUCTION) if by_dimension else ()
+        for factor in reversed(factors):
+            axes = tuple(axis for axis in choice.assignment[factor] if axis in left)
+            if axes:
+                yield self._combine(nbytes, axes, scattered)
+        if left and not factors:
+            yield self._combine(nbytes, left, scattered)
+
+    def _combine(self, nbytes: int, axes: tuple[str, ...], scattered: tuple[str, ...]) -> Traffic:
+        scatters = self._device.reduce_scatter and set(axes) <= set(scattered)
+        return Traffic("reduce_scatter" if scatters else "all_reduce", nbytes, axes)
 
     def compute_s(self, op: Op, choice: Choice) -> float:
         """Seconds of an op's own work on one device, collectives apart."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,10 +76,17 @@ def test_programs(program: Program) -> None:
     try:
         closed = jax.make_jaxpr(lambda: whole(build))()
     except jax.errors.TracerArrayConversionError:
-        # Some build their data with numpy.
+        # Some build their state with numpy: build first, then trace the step in the arrays.
         case = build()
-        args, kwargs = case.fresh()
-        closed = jax.make_jaxpr(lambda args: jax.tree.leaves(case.step(*args, **kwargs)))(args)
+        leaves, tree = jax.tree.flatten(case.fresh())
+        arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+        def step(values: list[Any]) -> list[jax.Array]:
+            mixed = [values[arrays.index(k)] if k in arrays else leaf for k, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(tree, mixed)
+            return [x for x in jax.tree.leaves(case.step(*args, **kwargs)) if isinstance(x, jax.Array)]
+
+        closed = jax.make_jaxpr(step)([leaves[k] for k in arrays])
     agree(from_jaxpr(closed))
 
 
@@ -91,7 +99,8 @@ NEVER_TRACED = words(
     "mesh_cast pcast pin preduced pvary reduced_vary_cast reduced_vary_cast_p relayout reshard unpin "
     "vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint "
     "broadcast_to cholesky_update empty empty2 expand_dims from_edtype geqp3 geqrf iota_2x32_shape layout_constraint "
-    "log2 mulhi one_minus_square ormqr philox2x32 philox4x32 polynomial ragged_dot reciprocal remat_opt scatter_add "
+    "log2 mulhi one_minus_square ormqr philox2x32 philox4x32 polynomial ragged_dot reciprocal remat_opt scaled_matmul "
+    "scaled_matmul_wrapper scatter_add "
     "scatter_max scatter_min scatter_mul select_and_scatter stop_gradient threefry4x32 tie to_edtype "
     "xla_metadata_call xla_metadata_value"
 )

@@ -61,7 +61,7 @@ class Gpt(nnx.Module):
         self.norm = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, rngs: nnx.Rngs) -> jax.Array:
-        x = self.embedding(tokens) + self.position[...]
+        x = self.embedding(tokens) + self.position[...][None]
         mask = nnx.make_causal_mask(tokens)
         for block in self.blocks:
             x = block(x, mask, rngs)
@@ -151,7 +151,7 @@ class LinenGpt(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embedding = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
-        x = embedding(tokens) + self.param("position", nn.initializers.normal(0.1), (TIME, WIDTH))
+        x = embedding(tokens) + self.param("position", nn.initializers.normal(0.1), (TIME, WIDTH))[None]
         mask = nn.make_causal_mask(tokens)
         for _ in range(2):
             y = nn.LayerNorm(dtype=self.dtype, use_bias=False)(x)
@@ -218,7 +218,8 @@ def haiku_state(dtype: Any) -> Case:
 
         (loss, state_out), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         updates, optimizer = transform.update(grads, optimizer)
-        return optax.apply_updates(params, updates), state_out, optimizer, loss
+        stepped: Any = optax.apply_updates(params, updates)
+        return stepped, state_out, optimizer, loss
 
     def batch(i: int) -> tuple[jax.Array, ...]:
         rng = generator(47, i)

@@ -30,7 +30,7 @@ def on_mlp(step: Step, seed: int, dtype: Any, extra: Callable[[Any], Params]) ->
     return functional(step, state, lambda i: regression_batch(seed, i, (16, 8, 64), 32, dtype))
 
 
-def with_optax(transform: optax.GradientTransformationExtraArgs, seed: int, dtype: Any) -> Case:
+def with_optax(transform: Any, seed: int, dtype: Any) -> Case:
     def step(state: Params, batch: Params) -> tuple[Params, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(mean_square)(state["params"], batch)
         updates, optimizer = transform.update(grads, state["optimizer"], state["params"])

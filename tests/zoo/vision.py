@@ -91,6 +91,7 @@ def resnet(dtype: Any) -> Case:
     def step(state: Params, batch: Params) -> tuple[Params, dict[str, jax.Array]]:
         def loss_of(params: Params) -> tuple[jax.Array, Params]:
             variables = {"params": params, "batch_stats": state["batch_stats"]}
+            changed: Any
             logits, changed = model.apply(variables, batch["image"], mutable=["batch_stats"])
             return jnp.mean(cross_entropy(logits, batch["label"])), changed["batch_stats"]
 

@@ -35,7 +35,13 @@ class Kinds:
     makers: tuple[tuple[Op, int], ...]
 
 
-def find_kinds(ops: Ops, roots: list[Op], pins: Mapping[Value, Spec], tie: bool = True) -> Kinds:
+def find_kinds(
+    ops: Ops,
+    roots: list[Op],
+    pins: Mapping[Value, Spec],
+    tie: bool = True,
+    written: frozenset[Value] = frozenset(),
+) -> Kinds:
     """Groups ops by surroundings.
 
     Args:
@@ -43,10 +49,11 @@ def find_kinds(ops: Ops, roots: list[Op], pins: Mapping[Value, Spec], tie: bool 
       roots: the leader of each op; ops of one kind have leaders of one colour.
       pins: fixed specs, which make values differ.
       tie: False gives every op its own kind.
+      written: values that go through memory, on which costs depend.
     """
     if not tie:
         return Kinds(tuple(range(len(ops.ops))), tuple((op,) for op in ops.ops), tuple((op, 1) for op in ops.ops))
-    colours = _refine(ops, [_look(op, pins) for op in ops.ops])
+    colours = _refine(ops, [_look(op, pins, written) for op in ops.ops])
     table: dict[Hashable, int] = {}
     kind = [_number(table, (colours[op.index], colours[roots[op.index].index])) for op in ops.ops]
     members: list[list[Op]] = [[] for _ in table]
@@ -69,11 +76,11 @@ def _makers(ops: Ops, kind: list[int]) -> tuple[tuple[Op, int], ...]:
     return tuple((group[0], len(group)) for group in groups.values())
 
 
-def _look(op: Op, pins: Mapping[Value, Spec]) -> Hashable:
+def _look(op: Op, pins: Mapping[Value, Spec], written: frozenset[Value]) -> Hashable:
     """All that the op's own choices and costs depend on."""
     name = op.equation.name if op.equation is not None else ""
-    shapes = tuple((a.shape, str(a.dtype)) for a in op.operands)
-    results = tuple((v.shape, str(v.dtype), pins.get(v)) for v in op.results)
+    shapes = tuple((a.shape, str(a.dtype), a in written) for a in op.operands)
+    results = tuple((v.shape, str(v.dtype), pins.get(v), v in written) for v in op.results)
     return (op.kind, name, shapes, results, _rule_key(op.rule), op.times)
 
 

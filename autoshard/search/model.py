@@ -49,7 +49,13 @@ class Model:
     choices: tuple[tuple[Choice, ...], ...]
 
 
-def build_model(ops: Ops, mesh: MeshShape, pins: Mapping[Value, Spec], tie: bool = True) -> Model:
+def build_model(
+    ops: Ops,
+    mesh: MeshShape,
+    pins: Mapping[Value, Spec],
+    tie: bool = True,
+    written: frozenset[Value] = frozenset(),
+) -> Model:
     """Finds clusters, kinds and choices.
 
     Raises:
@@ -57,7 +63,7 @@ def build_model(ops: Ops, mesh: MeshShape, pins: Mapping[Value, Spec], tie: bool
     """
     parents = find_parents(ops)
     roots = find_roots(ops, parents)
-    kinds = find_kinds(ops, roots, pins, tie)
+    kinds = find_kinds(ops, roots, pins, tie, written)
     members = kinds.members
     leader_kinds = [k for k, group in enumerate(members) if parents[group[0].index] is None]
     number = {k: i for i, k in enumerate(leader_kinds)}

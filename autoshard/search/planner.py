@@ -181,7 +181,7 @@ def plan_mesh(
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
     pricer = Pricer(cluster, mesh, task.written.__contains__)
-    model = build_model(task.ops, mesh, task.pins, tie)
+    model = build_model(task.ops, mesh, task.pins, tie, task.written)
     ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)
     tell("problem", f"{len(problem.costs)} decisions, {sum(len(c) for c in problem.costs)} choices")

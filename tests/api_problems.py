@@ -92,7 +92,7 @@ ROWS = np.random.default_rng(3).normal(size=(16, 8)).astype(np.float32)
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(8, 32, rngs=rngs)
+        self.up = nnx.Linear(8, 32, use_bias=False, rngs=rngs)  # a bias before BatchNorm has no gradient but noise
         self.norm = nnx.BatchNorm(32, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.down = nnx.Linear(32, 8, rngs=rngs)

@@ -16,7 +16,17 @@ from typing import Any, final
 import numpy as np
 
 from autoshard.errors import PinError, explain
-from autoshard.ir import MeshShape, Spec, Value, assignment_of, from_partition_spec, local_shape, print_spec, short_type
+from autoshard.ir import (
+    MeshShape,
+    Spec,
+    Value,
+    assignment_of,
+    from_partition_spec,
+    local_shape,
+    print_spec,
+    short_type,
+    spec_axes,
+)
 from autoshard.search.choices import Choice, choice_of, follow, leader_choices
 from autoshard.search.clusters import Follow, find_parents, find_roots
 from autoshard.search.layers import Kinds, find_kinds
@@ -103,7 +113,8 @@ def _leader(op: Op, mesh: MeshShape, pins: Mapping[Value, Spec]) -> tuple[Choice
     if wanted is not None:
         options = [c for c in options if all(w is None or w == s for w, s in zip(wanted, c.results[0], strict=True))]
         fixed = tuple(w for w in wanted if w is not None)
-        if not options and len(fixed) == len(wanted):
+        axes = spec_axes(fixed)
+        if not options and len(fixed) == len(wanted) and set(axes) <= set(sizes) and len(set(axes)) == len(axes):
             # Axes in another order than the mesh's on one dimension: a user may want that, the search never does.
             exact = choice_of(op.rule, assignment_of(op.rule, op.rule.results[0], fixed, sizes))
             options = [exact] if exact.results[0] == fixed else []

@@ -44,12 +44,14 @@ from autoshard.runtime import (
     find_target,
     has_tracer,
     initialise,
+    lower_plain,
     place,
     plan_call,
     read_parameters,
     running_mesh,
     settle,
     sharding_trees,
+    structs_of,
 )
 
 DUMP_VARIABLE = "AUTOSHARD_DUMP_DIR"
@@ -92,6 +94,7 @@ class Step:
         self._planned: dict[Any, Planned] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._loaded: list[Plan] = []
+        self._dumpers: dict[Any, Dumper] = {}
         self._forget_last()
 
     def _forget_last(self) -> None:
@@ -184,7 +187,7 @@ class Step:
                     find_target(self._options),
                     Library(tuple(self._planned.values()), tuple(self._loaded)),
                     self._search,
-                    self._dumper(),
+                    self._dumper(key),
                 )
             self._planned[key] = found
         return found
@@ -193,21 +196,25 @@ class Step:
         key = self._key(call)
         with self._lock:
             found = self._compiled.get(key)
-            if found is None:
-                planned = self._plan(call)
-                found = self._compiled[key] = self._build(planned)
-        return found
+            return self._build(key, self._plan(call)) if found is None else found
 
-    def _build(self, planned: Planned) -> Compiled:
+    def _build(self, key: Any, planned: Planned) -> Compiled:
         mesh = running_mesh(planned.target, planned.plan.mesh)
-        return build(planned, mesh, emit(planned.graph, planned.plan, mesh), self.__name__)
+        dumper = self._dumpers.get(key)
+        compiled = build(planned, mesh, emit(planned.graph, planned.plan, mesh, dumper), self.__name__)
+        if dumper is not None:
+            dumper("stablehlo-before", lower_plain(self.__wrapped__, planned).as_text())
+            dumper("stablehlo-after", compiled.lower(structs_of(planned.avals), None).as_text())
+        self._compiled[key] = compiled
+        return compiled
 
-    def _dumper(self) -> Dumper | None:
+    def _dumper(self, key: Any) -> Dumper | None:
         folder = self._options.dump_dir
         if folder is None:
             return None
         self._dumps += 1
-        return Dumper(dump_folder(folder, self.__name__, self._dumps))
+        dumper = self._dumpers[key] = Dumper(dump_folder(folder, self.__name__, self._dumps))
+        return dumper
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments; needs no devices.
@@ -221,8 +228,7 @@ class Step:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program for these arguments, lowered as by `jax.jit(...).lower`; shapes will do."""
         call = bind(self._parameters, args, kwargs)
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in call.avals]
-        return self._compile(call).lower(structs, None)
+        return self._compile(call).lower(structs_of(call.avals), None)
 
     def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(in_shardings, out_shardings) planned for these arguments, as trees like the arguments and the result.
@@ -278,7 +284,7 @@ class Step:
                 )
             for key, planned in self._planned.items():
                 if key not in self._compiled:
-                    self._compiled[key] = self._build(planned)
+                    self._build(key, planned)
             return [self._compiled[key] for key in reversed(self._planned)]
 
     def load(self, plan: Any) -> None:

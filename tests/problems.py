@@ -212,8 +212,7 @@ def ground(step: Step, mesh: MeshShape, cluster: Cluster, tie: bool = True, dona
     written = materialized(graph)
     pricer = Pricer(cluster, mesh, written.__contains__)
     model = build_model(ops, mesh, {}, tie)
-    reused = [o for i, o in info.pairs if i in set(donated)]
-    lives = find_lives(graph, reused, written.__contains__)
+    lives = find_lives(graph, [(i, o) for i, o in info.pairs if i in set(donated)], cluster.device(0).kind)
     return Ground(graph, ops, model, pricer, memory_table(model, lives, pricer.sizes))
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.api import Step, autoshard
 from autoshard.errors import ArgumentError, ClusterError, InfeasibleError, MeshError, PinError, PlanError, TraceError
+from autoshard.runtime.initialise import init_program
 from autoshard.runtime.options import parse_memory
 from tests.api_problems import (
     axes_of,
@@ -405,6 +406,10 @@ def test_init_never_holds_the_whole_state_on_one_device() -> None:
     state = step.init(make, jax.random.key(0))
     for leaf in (state["p"]["w"], state["opt"][0].mu["w"], state["opt"][0].nu["w"]):
         assert {s.data.shape for s in leaf.addressable_shards} == {(128, 1024)}
+    program, call = init_program(make, (jax.random.key(0),), {}, step._known("init"))
+    memory = program.lower(*call.flat).compile().memory_analysis()
+    whole_bytes = 1024 * 1024 * 4
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < whole_bytes
 
 
 def test_place() -> None:
@@ -472,6 +477,11 @@ def test_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {path.name for path in (tmp_path / "train_step-01").iterdir()}
     assert any(name.endswith("-trace.txt") for name in names)
     assert any(name.endswith("-plan.json") for name in names)
+    step = eager(train_step, dump_dir=tmp_path / "more")
+    step(make_state(jax.random.key(0)), make_batch())
+    names = {path.name for path in (tmp_path / "more" / "train_step-01").iterdir()}
+    assert any(name.endswith("-constrain.txt") for name in names)
+    assert {name.split("-", 1)[1] for name in names} >= {"stablehlo-before.mlir", "stablehlo-after.mlir"}
 
 
 # Transformations, failures.

@@ -18,6 +18,12 @@ from .liveness import Lives as Lives
 from .liveness import find_lives as find_lives
 from .liveness import usage as usage
 from .matrix_rules import matmul_class as matmul_class
+from .memory import Buffers as Buffers
+from .memory import Peak as Peak
+from .memory import find_buffers as find_buffers
+from .memory import peak_memory as peak_memory
+from .memory_program import WHOLE as WHOLE
+from .memory_program import Sharding as Sharding
 from .reshard import path_collectives as path_collectives
 from .reshard import rematerializes as rematerializes
 from .reshard import reshard_collectives as reshard_collectives

@@ -1,11 +1,13 @@
-"""Which values are alive when: the linear form of peak memory that the solver's rows and the estimate share.
+"""Which values are alive when: the linear form of peak memory that the solver's rows see.
 
-Equations are numbered in execution order, bodies in place (one trip). A value is alive from the equation that makes
-it to its last reader; inputs and outputs of the whole program are alive throughout, an output that reuses a donated
-input's buffer is not counted again. A result may take over the buffer of an operand that dies there, so a value's life
-ends before its last reader where that reader is elementwise.
+The buffers of `memory.py` before anything is split: times are those of the order in which the device runs the program,
+bodies in place (one trip), and bytes are left open, so that each value may be given those of its sharding. A donated
+input is alive until its last reader and again, as the output in its buffer, from where that is made; what is not
+donated is alive throughout.
 
     usage(t) = sum over values alive at t of the bytes of one device's part
+
+What depends on two choices at once, copies in another sharding, is not in it; `memory.py` counts it for a whole answer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir import Apply, Graph, Reshard, Value
+from autoshard.costmodel.memory import find_buffers
+from autoshard.costmodel.memory_program import WHOLE
+from autoshard.ir import Graph, Value
 
 
 @final
@@ -28,11 +32,13 @@ class Life:
     Attributes:
       value: which.
       start, end: alive at times start <= t < end.
+      parts: buffers of the value's size that this stands for.
     """
 
     value: Value
     start: int
     end: int
+    parts: float = 1.0
 
 
 @final
@@ -42,8 +48,9 @@ class Lives:
 
     Attributes:
       steps: number of times.
-      lives: temporaries by time, inputs and outputs throughout.
-      inputs: values of the program's arguments.
+      lives: temporaries by time, inputs and outputs throughout or with the gap of a donated buffer; a value may have
+        several (copies, scratch).
+      inputs: values of the program's arguments and constants.
       outputs: results with buffers of their own.
     """
 
@@ -53,79 +60,41 @@ class Lives:
     outputs: frozenset[Value]
 
 
-def find_lives(graph: Graph, reused: Sequence[int], materialized: Callable[[Value], bool]) -> Lives:
+def find_lives(
+    graph: Graph, donated: Sequence[tuple[int, int]], kind: str, written: Callable[[Value], bool] | None = None
+) -> Lives:
     """The lives of all values of a graph.
 
     Args:
-      graph: the program.
-      reused: outputs that take over a donated input's buffer.
-      materialized: whether a value is ever written to memory.
+      graph: the prepared graph.
+      donated: (input, output) pairs of which the output takes over the input's buffer.
+      kind: of the devices, "cpu" or "gpu".
+      written: for a GPU, whether a value goes through memory.
     """
-    clock = _Clock(materialized)
-    clock.run(graph)
+    buffers = find_buffers(graph, donated, kind, WHOLE, written)
+    taken = {o for _, o in donated}
+    results = [b for b in buffers.outputs if b is not None]
+    lives: list[Life] = []
+    for b in (*buffers.inputs, *results, *buffers.temporaries):
+        if b.value is not None and b.nbytes and b.value.nbytes:
+            lives.append(Life(b.value, b.start, b.end, b.nbytes / b.value.nbytes))
+    inputs = frozenset(b.value for b in buffers.inputs if b.value is not None)
     own = frozenset(
-        atom
-        for k, atom in enumerate(graph.outputs)
-        if isinstance(atom, Value) and k not in set(reused) and atom not in set(graph.inputs)
+        b.value for o, b in enumerate(buffers.outputs) if b is not None and b.value is not None and o not in taken
     )
-    over = {graph.outputs[k] for k in reused}
-    inputs = frozenset((*graph.inputs, *(value for value, _ in graph.constants)))
-    lives = [Life(value, 0, clock.now) for value in (*inputs, *own)]
-    for value, (start, end) in clock.lives.items():
-        if value not in inputs and value not in own and value not in over:
-            lives.append(Life(value, start, end))
-    return Lives(clock.now, tuple(lives), inputs, own)
+    return Lives(buffers.steps, tuple(lives), inputs, own)
 
 
-class _Clock:
-    """Numbers equations and notes first and last times."""
-
-    def __init__(self, materialized: Callable[[Value], bool]) -> None:
-        self.now = 0
-        self.lives: dict[Value, tuple[int, int]] = {}
-        self._materialized = materialized
-
-    def run(self, graph: Graph) -> None:
-        for equation in graph.equations:
-            start = self.now
-            for body in equation.graphs:
-                for value in body.inputs:
-                    self._touch(value, self.now, self.now + 1)
-                self.run(body)
-            self.now += 1
-            takes_over = not equation.graphs and _elementwise(equation)
-            for atom in equation.inputs:
-                if isinstance(atom, Value):
-                    self._touch(atom, start, self.now - 1 if takes_over else self.now)
-            for value in equation.outputs:
-                self._touch(value, start, self.now)
-        for atom in graph.outputs:
-            if isinstance(atom, Value):
-                self._touch(atom, self.now, self.now)
-
-    def _touch(self, value: Value, start: int, end: int) -> None:
-        if not self._materialized(value):
-            return
-        known = self.lives.get(value)
-        self.lives[value] = (start, end) if known is None else (known[0], max(known[1], end))
-
-
-def _elementwise(equation: Apply | Reshard) -> bool:
-    """Whether a result may take over an operand's buffer."""
-    shapes = {v.shape for v in equation.outputs}
-    return len(shapes) == 1 and equation.name not in ("dot_general", "conv_general_dilated", "sort", "transpose")
-
-
-def usage(lives: Lives, local_bytes: Mapping[Value, int]) -> NDArray[np.int64]:
+def usage(lives: Lives, local_bytes: Mapping[Value, int]) -> NDArray[np.float64]:
     """Bytes alive at each time.
 
     Args:
       lives: from `find_lives`.
       local_bytes: of each value, one device's part.
     """
-    change = np.zeros(lives.steps + 2, np.int64)
+    change = np.zeros(lives.steps + 2)
     for life in lives.lives:
-        nbytes = local_bytes.get(life.value, 0)
+        nbytes = local_bytes.get(life.value, 0) * life.parts
         change[life.start] += nbytes
         change[life.end] -= nbytes
     return np.cumsum(change)[: lives.steps + 1]

@@ -13,9 +13,9 @@ bytes: of an all-gather the result, of an all-to-all and a permute the array who
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations_with_replacement, pairwise, permutations
+from itertools import combinations_with_replacement, pairwise, permutations, product, takewhile
 
 import numpy as np
 
@@ -104,14 +104,15 @@ def reshard_path(
         return costs[a, b]
 
     best, best_cost = (target,), WORTH_A_STEP * step(source, target)
-    axes = tuple(name for name, _ in mesh if name in (*spec_axes(source), *spec_axes(target)))
-    for between in _between(axes, tuple(shape), mesh):
-        total = step(source, between)
-        if total >= best_cost or between in (source, target):
-            continue
-        total += step(between, target)
-        if total < best_cost:
-            best, best_cost = (between, target), total
+    for candidates in (_between, _every):
+        for between in candidates(source, target):
+            if between in (source, target) or not divides(tuple(shape), between, sizes):
+                continue
+            total = step(source, between)
+            if total < best_cost and (total := total + step(between, target)) < best_cost:
+                best, best_cost = (between, target), total
+        if not any(rematerializes(a, b, mesh) for a, b in pairwise((source, *best))):
+            break
     return best
 
 
@@ -131,20 +132,41 @@ def _sent(sizes: Mapping[str, int]) -> MoveCost:
     return cost
 
 
+@lru_cache(maxsize=65536)
+def _between(source: Spec, target: Spec) -> tuple[Spec, ...]:
+    """Specs worth stopping at: each dimension as before, as after, what both begin with, or split further.
+
+    Further: by the axes that only the other spec has, so that they are in place (for free, by slicing) before others
+    move or go.
+    """
+    new = tuple(axis for axis in spec_axes(target) if axis not in spec_axes(source))
+    old = tuple(axis for axis in spec_axes(source) if axis not in spec_axes(target))
+    options: list[tuple[tuple[str, ...], ...]] = []
+    for before, after in zip(source, target, strict=True):
+        if not before and not after:
+            options.append(((),))
+            continue
+        shared = tuple(x for x, y in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+        options.append(tuple(dict.fromkeys((before, after, shared, (*before, *new), (*after, *old)))))
+    found: list[Spec] = []
+    for spec in product(*options):
+        axes = spec_axes(spec)
+        if len(set(axes)) == len(axes) and spec not in (source, target):
+            found.append(spec)
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
-def _between(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> tuple[Spec, ...]:
-    """The specs of these axes that divide a shape."""
-    sizes = dict(mesh)
-    return tuple(spec for spec in _specs(axes, len(shape)) if divides(shape, spec, sizes))
-
-
-def _specs(axes: tuple[str, ...], rank: int) -> Iterator[Spec]:
-    """Every spec that uses some of the axes, in any order."""
+def _every(source: Spec, target: Spec) -> tuple[Spec, ...]:
+    """Every spec that uses some of the axes of both, in any order: many, for where no other stop avoids the worst."""
+    axes = tuple(dict.fromkeys((*spec_axes(source), *spec_axes(target))))
+    found: list[Spec] = []
     for count in range(len(axes) + 1):
         for order in permutations(axes, count):
-            for cuts in combinations_with_replacement(range(count + 1), rank - 1):
+            for cuts in combinations_with_replacement(range(count + 1), len(source) - 1):
                 ends = (0, *cuts, count)
-                yield tuple(order[a:b] for a, b in pairwise(ends))
+                found.append(tuple(order[a:b] for a, b in pairwise(ends)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=65536)

@@ -48,9 +48,8 @@ CARRY_FIRST = frozenset(
         "mesh_cast",
         "device_put",
         "stop_gradient",
-        "cumsum",
     }
-) - {"cumsum"}
+)
 """Only the first operand goes on."""
 
 CARRY_LATER = frozenset({"select_n", "clamp"})

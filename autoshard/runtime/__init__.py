@@ -10,6 +10,8 @@ from .compile_report import MemoryParts as MemoryParts
 from .compiled import Compiled as Compiled
 from .compiled import Planned as Planned
 from .compiled import build as build
+from .compiled import lower_plain as lower_plain
+from .compiled import structs_of as structs_of
 from .deviceless import CompileTarget as CompileTarget
 from .deviceless import compile_deviceless as compile_deviceless
 from .deviceless import deviceless_mesh as deviceless_mesh

@@ -22,7 +22,7 @@ from autoshard.ir import Graph, StepInfo, partition_spec
 from autoshard.plan import Plan
 from autoshard.runtime import nnx_objects
 from autoshard.runtime.arguments import ArrayLeaf, NewSignature, ObjectLeaf, Static, Template
-from autoshard.runtime.outputs import Outputs
+from autoshard.runtime.outputs import FlatFunction, Outputs
 from autoshard.runtime.pjit import shardings
 from autoshard.runtime.target import Target, is_explicit
 
@@ -95,6 +95,17 @@ def build(planned: Planned, mesh: jax.sharding.Mesh, emitted: Callable[..., Sequ
             run = unshared(run, planned.template, whole)
         return Compiled(planned, mesh, inputs, outputs, run, run_flat, lower)
     return Compiled(planned, mesh, inputs, outputs, *body.flat())
+
+
+def structs_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes to trace with, weak types kept."""
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+
+
+def lower_plain(fun: Callable[..., Any], planned: Planned) -> Any:
+    """The user's step as plain `jax.jit` lowers it, over flat arrays, for comparison."""
+    flat = FlatFunction(fun, planned.template, planned.info.input_paths)
+    return jax.jit(flat).lower(*structs_of(planned.avals))
 
 
 def whole_slots(planned: Planned) -> tuple[int, ...] | None:

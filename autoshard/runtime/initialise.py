@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.runtime.arguments import Call, bind
-from autoshard.runtime.compiled import Compiled
+from autoshard.runtime.compiled import Compiled, structs_of
 from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.parameters import read_parameters
 from autoshard.runtime.place import check_rest, match_parts
@@ -33,9 +33,20 @@ def initialise(
     Raises:
       ArgumentError: arrays of some size that no planned step takes.
     """
+    program, call = init_program(make_state, args, kwargs, compiled)
+    made = program(*call.flat)
+    outputs = program.__wrapped__.outputs
+    assert outputs is not None, "tracing fills in the outputs"
+    return outputs.rebuild(made, call.references)
+
+
+def init_program(
+    make_state: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], compiled: Sequence[Compiled]
+) -> tuple[Any, Call]:
+    """(program over flat arrays whose results leave it sharded, its call); arguments as of `initialise`."""
     call = bind(read_parameters(make_state, None, None, None), args, kwargs)
     flat_function = FlatFunction(make_state, call.template, call.slashes)
-    jax.eval_shape(flat_function, *_structs(call))
+    jax.eval_shape(flat_function, *structs_of(call.avals))
     outputs = flat_function.outputs
     assert outputs is not None, "tracing fills in the outputs"
     hidden = sum(leaf.size for leaf in outputs.hidden)
@@ -46,9 +57,4 @@ def initialise(
     whole = NamedSharding(compiled[best].mesh, PartitionSpec())
     inputs, matched = compiled[best].inputs, found[best]
     shardings = [inputs[matched[i]] if i in matched else whole for i in range(len(paths))]
-    made = jax.jit(flat_function, out_shardings=[*[whole] * hidden, *shardings])(*call.flat)
-    return outputs.rebuild(made, call.references)
-
-
-def _structs(call: Call) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in call.avals]
+    return jax.jit(flat_function, out_shardings=[*[whole] * hidden, *shardings]), call

@@ -4,7 +4,8 @@
     kind  ::= INPUT (of the graph) | CONSTANT (captured array) | APPLY (an equation) | ENTER, LEAVE (a body)
     tie   ::= Tie(source, target): the source must arrive in the target's sharding (loop carries, branches, state)
 
-A scan of length n runs its body's ops n times. Its operands enter the body through ops of their own: constants and
+A scan of length n runs its body's ops n times, but those that depend on its constants alone once: XLA moves them out of
+the loop, and their reshardings with them. Its operands enter the body through ops of their own: constants and
 carries keep their dimensions, scanned values lose the first one, which must be whole. Carries are tied: what a body
 returns is laid out like what it takes. Equations on scalars alone are left out.
 """
@@ -165,6 +166,7 @@ class _Builder:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.ties: list[Tie] = []
+        self._often: dict[Value, int] = {}  # how often a value of a loop's body differs; absent: as its ops run
 
     def add(
         self,
@@ -177,6 +179,7 @@ class _Builder:
         position: int = -1,
     ) -> None:
         self.ops.append(Op(len(self.ops), kind, rule, operands, results, equation, position, times))
+        self._often.update(dict.fromkeys(results, times))
 
     def graph(self, graph: Graph, times: int) -> None:
         for value, _ in graph.constants:
@@ -198,9 +201,17 @@ class _Builder:
                         self.add(OpKind.APPLY, rule, (operand,), (result,), equation, times, k)
                 case _ if any(sized(atom) for atom in (*equation.inputs, *equation.outputs)):
                     rule = factor_rule(equation)
-                    self.add(OpKind.APPLY, rule, equation.inputs, equation.outputs, equation, times)
+                    often = self._runs(equation, times)
+                    self.add(OpKind.APPLY, rule, equation.inputs, equation.outputs, equation, often)
                 case _:
                     continue
+
+    def _runs(self, equation: Apply, times: int) -> int:
+        """How often an equation runs, out of all loops that it does not depend on."""
+        operands = [atom for atom in equation.inputs if isinstance(atom, Value)]
+        if not operands or equation.effects:
+            return times
+        return min(times, max(self._often.get(atom, times) for atom in operands))
 
     def _enter(self, equation: Apply, position: int, inner: Value, times: int) -> None:
         outer = equation.inputs[position]
@@ -217,7 +228,9 @@ class _Builder:
         consts, carry = jax_compat.scan_layout(equation.params)
         inner_times = times * int(equation.params["length"])
         for k, inner in enumerate(body.inputs):
-            self._enter(equation, k, inner, inner_times)
+            outer = equation.inputs[k]
+            often = self._often.get(outer, times) if isinstance(outer, Value) else times
+            self._enter(equation, k, inner, often if k < consts else inner_times)
         self.graph(body, inner_times)
         for k in range(len(equation.outputs)):
             if k < carry:

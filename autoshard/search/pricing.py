@@ -84,6 +84,7 @@ class Pricer:
         self._device = cluster.device(0)
         self._materialized = materialized
         self._routes: dict[Any, Route] = {}
+        self._steps: dict[tuple[tuple[int, ...], int], dict[tuple[Spec, Spec], float]] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
         self._times: dict[Traffic, float] = {}
         self._work: dict[int, Work] = {}
@@ -114,6 +115,7 @@ class Pricer:
                 target,
                 self.mesh,
                 lambda kind, elements, axes: self.traffic_s(Traffic(kind, elements * item, axes)),
+                self._steps.setdefault((value.shape, item), {}),
             )
             steps = tuple(
                 tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard.costmodel.reshard import (
-    _specs,
     path_collectives,
     rematerializes,
     reshard_collectives,
@@ -21,6 +21,16 @@ from autoshard.costmodel.reshard import (
 )
 from autoshard.ir import MeshShape, Spec, axes_size, partition_spec
 from autoshard.runtime.hlo import collectives
+
+
+def _specs(axes: tuple[str, ...], rank: int) -> Iterator[Spec]:
+    """Every spec that uses some of the axes, in any order."""
+    for count in range(len(axes) + 1):
+        for order in itertools.permutations(axes, count):
+            for cuts in itertools.combinations_with_replacement(range(count + 1), rank - 1):
+                ends = (0, *cuts, count)
+                yield tuple(order[a:b] for a, b in itertools.pairwise(ends))
+
 
 XY: MeshShape = (("x", 2), ("y", 4))
 YX: MeshShape = (("x", 4), ("y", 2))

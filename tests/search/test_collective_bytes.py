@@ -26,7 +26,7 @@ FAST = (
     "mlp_gradients_only",
     "mlp_batch_17",
     "mlp_two_losses",
-    "mlp_many_outputs",
+    "accumulation_scan",
     "adafactor",
     "loss_scaling",
     "fourier_mixer",
@@ -73,6 +73,20 @@ def test_grouped_convolution_stays_local() -> None:
             return (y * y).sum()
 
         return jax.grad(loss)(w)
+
+    mine, theirs = _traffic(step, w, x)
+    assert mine == theirs
+
+
+def test_reshardings_of_loop_constants_run_once() -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 64)) / 8.0
+    x = jax.random.normal(jax.random.key(1), (16, 64))
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(c @ w) @ w.T, None
+
+        return jax.lax.scan(body, x, None, length=5)[0]
 
     mine, theirs = _traffic(step, w, x)
     assert mine == theirs

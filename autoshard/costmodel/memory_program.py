@@ -1,0 +1,449 @@
+"""A sharded graph as one device's operations: what the memory estimate looks at.
+
+    program ::= Program(nodes: Node*, inputs: ref*, outputs: ref*)
+    node    ::= Node(fusing, nbytes, operands: ref*, bodies: Program*, scratch)        ref: number of a node
+    fusing  ::= LOOP | REDUCE | ALONE | PART | INPUT
+
+Each node makes one buffer of `nbytes`. An operation with several results is a node without bytes and one PART for each
+result. What the partitioner adds stands as nodes of its own: raw partial sums and their all-reduces, the copies that a
+resharding goes through, the copies that bring a product's operands into the order that the library call wants.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from autoshard import jax_compat
+from autoshard.costmodel.fusion import FusionClass, fusion_class
+from autoshard.costmodel.primitives import RANDOM, REDUCTIONS, SCATTERS, TRANSCENDENTAL
+from autoshard.ir import Apply, Atom, Equation, Graph, Spec, Value, aval_bytes, local_bytes, local_shape
+
+
+@final
+class Fusing(enum.Enum):
+    """How a node fuses; see `memory_fusion.py`."""
+
+    LOOP = "loop"
+    REDUCE = "reduce"
+    ALONE = "alone"
+    PART = "part"
+    INPUT = "input"
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Node:
+    """One operation on one device; built once, then only read.
+
+    Attributes:
+      fusing: how it fuses.
+      nbytes: of its result.
+      operands: numbers of the nodes it reads.
+      bodies: of control flow.
+      value: what it is in the graph, None for what the partitioner adds.
+      elementwise: for each operand whether each element of the result needs just the same element of it.
+      reuses: for each operand whether elements of it are read more than once.
+      expensive: whether XLA does not compute it twice.
+      scratch: further bytes while it runs.
+      in_place: operand whose buffer the result takes over if it dies here, whatever the shape; -1 for none.
+      solid: whether it is never fused into its readers.
+      written: whether its result goes through memory.
+    """
+
+    fusing: Fusing
+    nbytes: int
+    operands: tuple[int, ...]
+    value: Value | None = None
+    elementwise: tuple[bool, ...] = ()
+    reuses: tuple[bool, ...] = ()
+    expensive: bool = False
+    bodies: tuple[Program, ...] = ()
+    scratch: int = 0
+    in_place: int = -1
+    solid: bool = False
+    written: bool = False
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Program:
+    """Nodes of one computation, each after its operands.
+
+    Attributes:
+      nodes: all of them.
+      inputs: numbers of the inputs (constants included).
+      outputs: number of each output's node, -1 for literals.
+      carried: (input, output) pairs that must end up in one buffer.
+    """
+
+    nodes: list[Node] = field(default_factory=list[Node])
+    inputs: list[int] = field(default_factory=list[int])
+    outputs: list[int] = field(default_factory=list[int])
+    carried: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """What a plan says, as far as memory goes. Without entries nothing is split and nothing moves.
+
+    Attributes:
+      sizes: of the mesh axes.
+      specs: of each value.
+      operands: for (equation, operand) the spec it must arrive in.
+      outputs: for (graph, output) the spec it must leave in.
+      partial: for an equation whose results are partial sums, the axes that a reduce-scatter leaves split.
+      route: specs to go through from one to another, the target last.
+    """
+
+    sizes: Mapping[str, int]
+    specs: Mapping[Value, Spec]
+    operands: Mapping[tuple[Equation, int], Spec]
+    outputs: Mapping[tuple[Graph, int], Spec]
+    partial: Mapping[Equation, tuple[str, ...]]
+    route: Callable[[Value, Spec, Spec], Sequence[Spec]]
+
+
+WHOLE = Sharding({}, {}, {}, {}, {}, lambda value, source, target: (target,))
+"""The program as written, on one device."""
+
+RANDOM_WORDS = 4
+"""Buffers of the result's size that a threefry call holds besides it: two halves of the counter, two of the state.
+JAX's CPU lowering is a loop over rounds with these as carries."""
+
+TREE_WINDOW = 32
+"""Reductions over more elements than this along one dimension go through a reduce-window, which fuses with nothing
+(XLA:CPU, cpu_compiler.cc, TreeReductionRewriter)."""
+
+LAPACK = frozenset(
+    (
+        "cholesky",
+        "eig",
+        "eigh",
+        "geqp3",
+        "geqrf",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "qr",
+        "schur",
+        "svd",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+    )
+)
+"""Library calls that overwrite their first operand, in column-major order."""
+
+_EXPENSIVE = frozenset(TRANSCENDENTAL) | REDUCTIONS | {"div", "rem", "integer_pow"}
+"""XLA, instruction_fusion.cc, IsExpensive; `integer_pow` becomes products, of which only the first are cheap."""
+
+_REUSING = frozenset(("broadcast_in_dim", "broadcast_to", "gather", "tile", "reduce_window_sum", "concatenate", "pad"))
+_MOVING = _REUSING | {
+    "transpose",
+    "rev",
+    "slice",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "split",
+    "iota",
+    "expand_dims",
+}
+
+
+def build_program(
+    graph: Graph, sharding: Sharding, kind: str, written: Callable[[Value], bool] | None = None
+) -> Program:
+    """One device's operations.
+
+    Args:
+      graph: the prepared graph.
+      sharding: what moves where.
+      kind: of the device, "cpu" or "gpu".
+      written: for a GPU, whether a value goes through memory.
+    """
+    return _Builder(sharding, kind, written).program(graph)
+
+
+@final
+class _Builder:
+    def __init__(self, sharding: Sharding, kind: str, written: Callable[[Value], bool] | None) -> None:
+        self.sharding = sharding
+        self.cpu = kind == "cpu"
+        self.written = written
+        self.bytes_of: dict[tuple[Any, Any, Any], int] = {}
+
+    def size(self, value: Value, spec: Spec | None) -> int:
+        key = (value.shape, value.dtype, spec)
+        found = self.bytes_of.get(key)
+        if found is None:
+            found = aval_bytes(value.aval) if spec is None else local_bytes(value.aval, spec, self.sharding.sizes)
+            self.bytes_of[key] = found
+        return found
+
+    def program(self, graph: Graph) -> Program:
+        return _Scope(self).graph(graph)
+
+
+@final
+class _Scope:
+    """One computation as it is built."""
+
+    def __init__(self, builder: _Builder) -> None:
+        self.b = builder
+        self.s = builder.sharding
+        self.out = Program()
+        self.at: dict[Value, int] = {}
+        self.moved: dict[tuple[Value, Spec], int] = {}
+
+    def node(self, node: Node) -> int:
+        self.out.nodes.append(node)
+        return len(self.out.nodes) - 1
+
+    def graph(self, graph: Graph) -> Program:
+        for value in (*graph.inputs, *(value for value, _ in graph.constants)):
+            if value not in self.at:
+                self.at[value] = self.node(Node(Fusing.INPUT, self.b.size(value, self.s.specs.get(value)), (), value))
+                self.out.inputs.append(self.at[value])
+        for equation in graph.equations:
+            self.equation(equation)
+        for k, atom in enumerate(graph.outputs):
+            self.out.outputs.append(self.arrive(atom, self.s.outputs.get((graph, k))))
+        return self.out
+
+    def arrive(self, atom: Atom, spec: Spec | None) -> int:
+        """The node that holds an operand in the spec it is needed in; -1 for a literal."""
+        if not isinstance(atom, Value):
+            return -1
+        have = self.s.specs.get(atom)
+        now = self.at[atom]
+        if spec is None or have is None or spec == have:
+            return now
+        if (atom, spec) not in self.moved:
+            for stop in self.s.route(atom, have, spec):
+                now = self.move(atom, now, have, stop)
+                have = stop
+            self.moved[atom, spec] = now
+        return self.moved[atom, spec]
+
+    def loop(self, nbytes: int, operand: int) -> int:
+        """A copy in another layout; joins the loop that makes or reads it."""
+        return self.node(Node(Fusing.LOOP, nbytes, (operand,), None, (False,), (False,)))
+
+    def alone(self, nbytes: int, *operands: int) -> int:
+        return self.node(Node(Fusing.ALONE, nbytes, operands, written=True))
+
+    def move(self, value: Value, now: int, source: Spec, target: Spec) -> int:
+        """One resharding: gathers, exchanges and slices as the partitioner writes them."""
+        before, after = self.b.size(value, source), self.b.size(value, target)
+        gathered = tuple(len(set(a) - set(b)) > 0 for a, b in zip(source, target, strict=True))
+        split = tuple(len(set(b) - set(a)) > 0 for a, b in zip(source, target, strict=True))
+        if not any(gathered):
+            if any(split):
+                return self.node(Node(Fusing.LOOP, after, (now,), None, (False,), (False,)))
+            return self.alone(after, now)
+        if any(split):
+            packed = self.loop(before, now)
+            return self.loop(after, self.alone(after, packed))
+        shape = local_shape(value.shape, source, self.s.sizes)
+        first = gathered.index(True)
+        if not self.b.cpu or all(n == 1 for n in shape[:first]):
+            return self.alone(after, now)
+        # XLA:CPU gathers along the major dimension only: other layouts before and after.
+        return self.loop(after, self.alone(after, self.loop(before, now)))
+
+    def equation(self, equation: Equation) -> None:
+        name = equation.name
+        wanted = self.s.operands
+        operands = [self.arrive(atom, wanted.get((equation, k))) for k, atom in enumerate(equation.inputs)]
+        if isinstance(equation, Apply) and equation.graphs:
+            self.control(equation, operands)
+            return
+        kind = fusion_class(equation)
+        if kind is FusionClass.ALIAS or name == "optimization_barrier":
+            for k, value in enumerate(equation.outputs):
+                source = operands[k] if k < len(operands) else -1
+                self.at[value] = source if source >= 0 else self.node(Node(Fusing.LOOP, 0, ()))
+            return
+        refs = tuple(ref for ref in operands if ref >= 0)
+        atoms = [atom for atom, ref in zip(equation.inputs, operands, strict=True) if ref >= 0]
+        if name in RANDOM and self.cpu_random(equation, refs):
+            return
+        if name == "dot_general":
+            refs = self.product_operands(equation, refs)
+        if name == "pallas_call" and self.b.cpu:
+            starts = [self.alone(self.b.size(value, self.s.specs.get(value))) for value in equation.outputs]
+            self.results(equation, (*refs, *starts), (), starts)
+            return
+        if name == "select_and_scatter_add" and self.b.cpu:
+            self.select_and_scatter(equation, refs)
+            return
+        if name in LAPACK:
+            refs = (self.alone(self.out.nodes[refs[0]].nbytes, refs[0]), *refs[1:])
+        made: list[int] = []
+        partial = self.s.partial.get(equation)
+        many = len(equation.outputs) > 1
+        parent = -1
+        fusing = _fusing(name, kind, self.b.cpu)
+        if many and fusing is not Fusing.LOOP:
+            total = sum(self.b.size(v, self.s.specs.get(v)) for v in equation.outputs)
+            parent = self.node(Node(Fusing.ALONE, 0, refs, None, written=True, scratch=_scratch(name, total)))
+        for value in equation.outputs:
+            spec = self.s.specs.get(value)
+            raw = spec
+            if partial and spec is not None:
+                raw = tuple(tuple(a for a in axes if a not in partial) for axes in spec)
+            nbytes = self.b.size(value, raw)
+            if parent >= 0:
+                part = Node(Fusing.PART, nbytes, (parent,), value, written=True)
+                if name in LAPACK and value is equation.outputs[0] and nbytes == self.out.nodes[refs[0]].nbytes:
+                    part.operands, part.in_place = (parent, refs[0]), 1
+                ref = self.node(part)
+            else:
+                same = tuple(
+                    kind is FusionClass.LOOP and name not in _MOVING and atom.shape == value.shape for atom in atoms
+                )
+                reuses = tuple(name in _REUSING or kind is FusionClass.ALONE for _ in atoms)
+                node = Node(fusing, nbytes, refs, value, same, reuses, name in _EXPENSIVE, (), _scratch(name, nbytes))
+                if name in SCATTERS or name in ("dynamic_update_slice", "sort"):
+                    node.in_place = 0
+                    if name in SCATTERS:
+                        node.fusing = Fusing.ALONE
+                node.written = node.fusing is Fusing.ALONE
+                if self.b.cpu and node.fusing is Fusing.REDUCE and self.windowed(equation):
+                    node.fusing, node.written = Fusing.ALONE, True
+                node.solid = name == "concatenate" and equation_dimension(equation) == len(value.shape) - 1
+                if self.b.written is not None and node.fusing is not Fusing.ALONE:
+                    node.written = self.b.written(value)
+                ref = self.node(node)
+            if partial is not None:
+                ref = self.alone(nbytes if self.b.cpu else self.b.size(value, spec), ref)
+                if raw != spec and self.b.cpu:
+                    ref = self.node(Node(Fusing.LOOP, self.b.size(value, spec), (ref,), None, (False,), (False,)))
+            made.append(ref)
+        for value, ref in zip(equation.outputs, made, strict=True):
+            self.at[value] = ref
+
+    def windowed(self, equation: Equation) -> bool:
+        """Whether a reduction goes through a reduce-window."""
+        assert isinstance(equation, Apply)
+        atom = equation.inputs[0]
+        spec = self.s.operands.get((equation, 0))
+        shape = atom.shape if spec is None else local_shape(atom.shape, spec, self.s.sizes)
+        axes: Sequence[int] = equation.params.get("axes", equation.params.get("dimensions", ()))
+        return any(shape[d] > TREE_WINDOW for d in axes)
+
+    def select_and_scatter(self, equation: Equation, refs: tuple[int, ...]) -> None:
+        """Gradient of a maximum over windows: an index array for each dimension, then a scatter."""
+        source, operand = (self.out.nodes[ref].nbytes for ref in refs[:2])
+        value = equation.outputs[0]
+        indices = [self.alone(operand) for _ in value.shape]
+        call = self.alone(0, refs[1], *indices)
+        parts = [self.node(Node(Fusing.PART, source, (call,), written=True)) for _ in value.shape]
+        self.at[value] = self.node(Node(Fusing.ALONE, operand, (refs[0], *parts), value, written=True))
+
+    def cpu_random(self, equation: Equation, refs: tuple[int, ...]) -> bool:
+        """On a CPU random bits stay two halves, which every reader combines for itself; whether this was done."""
+        if not self.b.cpu or len(equation.outputs) != 1:
+            return False
+        value = equation.outputs[0]
+        nbytes = self.b.size(value, self.s.specs.get(value))
+        call = self.node(Node(Fusing.ALONE, 0, refs, None, written=True, scratch=RANDOM_WORDS * nbytes))
+        halves = [self.node(Node(Fusing.PART, nbytes, (call,), value, written=True)) for _ in range(2)]
+        same = (True, True)
+        self.at[value] = self.node(Node(Fusing.LOOP, nbytes, tuple(halves), value, same, (False, False)))
+        return True
+
+    def product_operands(self, equation: Equation, refs: tuple[int, ...]) -> tuple[int, ...]:
+        """Copies operands whose dimensions are not batch, then free and contracted in one block each."""
+        assert isinstance(equation, Apply)
+        (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
+        found = list(refs)
+        if len(refs) != 2:
+            return refs
+        for k, (contract, batch) in enumerate(((contract_l, batch_l), (contract_r, batch_r))):
+            atom = equation.inputs[k]
+            rank = len(atom.shape)
+            free = [d for d in range(rank) if d not in contract and d not in batch]
+            real = [d for d in range(rank) if atom.shape[d] > 1]
+            orders = ([*batch, *free, *contract], [*batch, *contract, *free])
+            if not any([d for d in order if d in real] == real for order in orders):
+                found[k] = self.loop(self.out.nodes[refs[k]].nbytes, refs[k])
+                self.out.nodes[found[k]].value = atom if isinstance(atom, Value) else None
+        return tuple(found)
+
+    def control(self, equation: Apply, operands: list[int]) -> None:
+        match equation.name:
+            case "scan":
+                self.scan(equation, operands)
+            case "while":
+                self.loop_while(equation, operands)
+            case "cond":
+                bodies = tuple(_Scope(self.b).graph(g) for g in equation.graphs)
+                self.results(equation, tuple(r for r in operands if r >= 0), bodies, [])
+            case _:
+                bodies = tuple(_Scope(self.b).graph(g) for g in equation.graphs)
+                self.results(equation, tuple(r for r in operands if r >= 0), bodies, [])
+
+    def scan(self, equation: Apply, operands: list[int]) -> None:
+        """Scanned operands are sliced inside the loop, stacked results written in place slice by slice."""
+        (graph,) = equation.graphs
+        consts, carry = jax_compat.scan_layout(equation.params)
+        scope = _Scope(self.b)
+        for value in graph.inputs[consts + carry :]:
+            size = self.b.size(value, self.s.specs.get(value))
+            scope.at[value] = scope.node(Node(Fusing.LOOP, size, (), value))
+        body = scope.graph(graph)
+        starts = operands[consts : consts + carry]
+        if self.b.cpu:
+            stacked = equation.outputs[carry:]
+            starts += [self.alone(self.b.size(value, self.s.specs.get(value))) for value in stacked]
+        for k, out in enumerate(body.outputs):
+            if out < 0:
+                continue
+            if k < carry:
+                body.carried.append((scope.at[graph.inputs[consts + k]], out))
+            else:
+                body.outputs[k] = scope.node(Node(Fusing.LOOP, 0, (out,), None, (False,), (False,)))
+        self.results(equation, tuple(r for r in (*operands, *starts[carry:]) if r >= 0), (body,), starts)
+
+    def loop_while(self, equation: Apply, operands: list[int]) -> None:
+        n, m = int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])
+        bodies = tuple(_Scope(self.b).graph(g) for g in equation.graphs)
+        for k, out in enumerate(bodies[1].outputs):
+            if out >= 0:
+                bodies[1].carried.append((bodies[1].inputs[m + k], out))
+        self.results(equation, tuple(r for r in operands if r >= 0), bodies, operands[n + m :])
+
+    def results(
+        self, equation: Equation, refs: tuple[int, ...], bodies: tuple[Program, ...], starts: Sequence[int]
+    ) -> None:
+        """The control flow, and a part for each result; a carry takes over its start's buffer if that dies here."""
+        parent = self.node(Node(Fusing.ALONE, 0, refs, None, bodies=bodies, written=True))
+        for k, value in enumerate(equation.outputs):
+            start = starts[k] if k < len(starts) else -1
+            nbytes = self.b.size(value, self.s.specs.get(value))
+            part = Node(Fusing.PART, nbytes, (parent, start) if start >= 0 else (parent,), value, written=True)
+            part.in_place = 1 if start >= 0 else -1
+            self.at[value] = self.node(part)
+
+
+def equation_dimension(equation: Equation) -> int:
+    """The dimension that a concatenation joins along."""
+    assert isinstance(equation, Apply)
+    return int(equation.params["dimension"])
+
+
+def _fusing(name: str, kind: FusionClass, cpu: bool) -> Fusing:
+    if kind is FusionClass.LOOP:
+        return Fusing.LOOP
+    if kind is FusionClass.ROOT and (name in REDUCTIONS or not cpu) and name not in ("argmax", "argmin"):
+        return Fusing.REDUCE
+    return Fusing.ALONE
+
+
+def _scratch(name: str, nbytes: int) -> int:
+    return RANDOM_WORDS * nbytes if name in RANDOM else 0

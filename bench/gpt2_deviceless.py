@@ -3,7 +3,7 @@
     python -m bench.gpt2_deviceless [--compile] [--json FILE]
 
 The hand-written ones are pins on every parameter, moment and batch: data parallel, ZeRO-3 (largest dimension over all
-devices) and Megatron (attention heads and the feed-forward width over 4, the batch over 2); what is left open is planned.
+devices) and Megatron (attention heads and the feed-forward width over 4, the batch over 2); the rest is planned.
 All are costed by the same model; with --compile each is compiled by XLA's GPU compiler as well.
 """
 

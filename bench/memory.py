@@ -128,7 +128,7 @@ def main() -> int:
             with console.status(f"{program.name}, {mesh}"):
                 try:
                     rows.append(measure(program, mesh))
-                except Exception as error:
+                except Exception as error:  # one program must not end the table
                     rows.append(Row(program.name, mesh, failure=f"{type(error).__name__}: {error}".split("\n")[0]))
     console.print(show(rows))
     errors = [abs(row.error) for row in rows if not row.failure]

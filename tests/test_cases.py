@@ -21,7 +21,7 @@ from autoshard.runtime import collectives
 
 from .helpers import distance, eager_cluster
 
-pytestmark = pytest.mark.implicit_promotion
+pytestmark = [pytest.mark.implicit_promotion, pytest.mark.timeout(900)]
 
 MESH = {"data": 2, "model": 4}
 

@@ -19,7 +19,7 @@ from .helpers import eager_cluster
 from .zoo import PROGRAMS, Program
 from .zoo.base import Case, distances, plain_jit, run
 
-pytestmark = pytest.mark.implicit_promotion
+pytestmark = [pytest.mark.implicit_promotion, pytest.mark.timeout(900)]
 
 MESHES = {"8": ("a",), "2x4": ("a", "b"), "2x2x2": ("a", "b", "c")}
 AXES = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}

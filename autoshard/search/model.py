@@ -38,6 +38,10 @@ Restriction = Callable[[Op, Choice], bool]
 """Which choices of a leader a template allows."""
 
 
+MAX_CHOICES = 96
+"""Most choices of one op; two axes never give more (GPT's products have 91)."""
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
@@ -129,7 +133,19 @@ def _leader(op: Op, mesh: MeshShape, pins: Mapping[Value, Spec]) -> tuple[Choice
             )
     for choice in options:
         found.setdefault((choice.operands, choice.results, choice.partial, choice.scattered), choice)
-    return tuple(found.values())
+    return _most_useful(op, tuple(found.values()))
+
+
+def _most_useful(op: Op, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """At most `MAX_CHOICES`: the replicated one, then those that use most axes, those with fewest sums first.
+
+    On three axes a product of two stacked matrices has hundreds of choices, and pairs of them tens of thousands.
+    Arguments keep all, so that templates and pins find theirs.
+    """
+    if op.kind is OpKind.INPUT or len(choices) <= MAX_CHOICES:
+        return choices
+    rest = sorted(choices[1:], key=lambda c: (-len(c.split_axes), len(c.partial)))
+    return (choices[0], *rest[: MAX_CHOICES - 1])
 
 
 def _compiles_right(op: Op, choice: Choice, sizes: Mapping[str, int]) -> bool:

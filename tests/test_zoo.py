@@ -1,7 +1,7 @@
 """Every program of the zoo, sharded, equals plain jit on one device.
 
 The full matrix is programs x meshes x axis types x dtypes (`make test-all`); CI runs a slice in which every program
-runs once in each dtype and the other choices take turns.
+runs once in float32, the plain ones also in float64, and the other choices take turns.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ pytestmark = [pytest.mark.implicit_promotion, pytest.mark.timeout(900)]
 MESHES = {"8": ("a",), "2x4": ("a", "b"), "2x2x2": ("a", "b", "c")}
 AXES = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
 LIMITS = {"float32": 1e-4, "float64": 1e-9}
+QUICK = 16
+"""The first programs (plain models and optimizers) run in float64 in the slice too; the others only in the matrix."""
+
+BROKEN = {
+    "encoder_decoder-2x2x2": "XLA's partitioner refuses it: slice dim size 64 greater than dynamic slice dimension 32",
+}
+"""Known failures by program and mesh, with what was seen (jaxlib 0.10.1)."""
+
 MATRIX = [(mesh, axes) for mesh in MESHES for axes in AXES]
 
 
@@ -33,7 +41,11 @@ def parameters() -> list[Any]:
         for dtype_number, dtype in enumerate(LIMITS):
             chosen = MATRIX[(2 * number + 3 * dtype_number) % len(MATRIX)]
             for mesh, axes in MATRIX:
-                marks = [] if (mesh, axes) == chosen else [pytest.mark.full]
+                slice_ = (mesh, axes) == chosen and (dtype == "float32" or number < QUICK)
+                marks: list[Any] = [] if slice_ else [pytest.mark.full]
+                reason = BROKEN.get(f"{program.name}-{mesh}")
+                if reason is not None:
+                    marks.append(pytest.mark.xfail(reason=reason, strict=False))
                 name = f"{program.name}-{mesh}-{axes}-{dtype}"
                 found.append(pytest.param(program, mesh, axes, dtype, marks=marks, id=name))
     return found

@@ -146,7 +146,7 @@ def _between(source: Spec, target: Spec) -> tuple[Spec, ...]:
         if not before and not after:
             options.append(((),))
             continue
-        shared = tuple(x for x, y in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+        shared = tuple(pair[0] for pair in takewhile(lambda p: p[0] == p[1], zip(before, after, strict=False)))
         options.append(tuple(dict.fromkeys((before, after, shared, (*before, *new), (*after, *old)))))
     found: list[Spec] = []
     for spec in product(*options):

@@ -194,13 +194,11 @@ class _Clock:
         nodes = program.nodes
         if self.kind == "cpu":
             mark_written(program)
-        reads = _reads(nodes, program.outputs)
-        order = (
-            _breadth_first(nodes, reads, program.outputs)
-            if self.kind == "cpu"
-            else [n for n in range(len(nodes)) if nodes[n].written]
-        )
-        copied = _copies(program, reads)
+        _drop_unread(program)
+        reads = _reads(nodes)
+        cpu = self.kind == "cpu"
+        order = _breadth_first(nodes, reads, program.outputs) if cpu else _updates_last(nodes, reads)
+        copied = _copies(program, reads) if cpu else set[int]()
         begin, finish, last = [0] * len(nodes), [0] * len(nodes), [self.now] * len(nodes)
         entry = self.now
         last_reader = [-1] * len(nodes)
@@ -242,7 +240,18 @@ Reads = list[dict[int, bool]]
 """For each node that is written, the buffers it reads, and whether only element by element."""
 
 
-def _reads(nodes: Sequence[Node], outputs: Sequence[int]) -> Reads:
+def _drop_unread(program: Program) -> None:
+    """Loops that nobody reads are not computed: transposes that products read through."""
+    read = {ref for ref in program.outputs if ref >= 0}
+    for n in range(len(program.nodes) - 1, -1, -1):
+        node = program.nodes[n]
+        if node.fusing in (Fusing.LOOP, Fusing.REDUCE) and n not in read:
+            node.written = False
+        else:
+            read.update(node.operands)
+
+
+def _reads(nodes: Sequence[Node]) -> Reads:
     """Operands through everything that stays in registers."""
     found: Reads = []
     for node in nodes:
@@ -291,6 +300,25 @@ def _breadth_first(nodes: Sequence[Node], reads: Reads, outputs: Sequence[int]) 
             if not waiting[user]:
                 ready.append(user)
     return order
+
+
+def _updates_last(nodes: Sequence[Node], reads: Reads) -> list[int]:
+    """The program's order, but what only elementwise work follows after a sum over devices waits until the end."""
+    leads = [False] * len(nodes)  # to a kernel that is not elementwise
+    after = [False] * len(nodes)  # a sum over devices
+    for n in range(len(nodes) - 1, -1, -1):
+        if nodes[n].written and (leads[n] or nodes[n].fusing not in (Fusing.LOOP, Fusing.REDUCE)):
+            for ref in reads[n]:
+                leads[ref] = True
+    first: list[int] = []
+    waiting: list[int] = []
+    for n, node in enumerate(nodes):
+        if not node.written:
+            continue
+        after[n] = any(after[ref] or nodes[ref].sums for ref in reads[n])
+        waits = after[n] and not leads[n] and node.fusing in (Fusing.LOOP, Fusing.REDUCE)
+        (waiting if waits else first).append(n)
+    return first + waiting
 
 
 def _post_order(nodes: Sequence[Node], reads: Reads, outputs: Sequence[int]) -> list[int]:

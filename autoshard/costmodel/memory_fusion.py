@@ -37,7 +37,6 @@ def mark_written(program: Program) -> None:
     for index in range(len(nodes) - 1, -1, -1):
         node = nodes[index]
         if node.fusing is Fusing.INPUT:
-            node.written = True
             continue
         kernels = _kernels(node, index, uses[index], emitted, blocked[index])
         if index in kernels:

@@ -50,6 +50,7 @@ class Node:
       scratch: further bytes while it runs.
       in_place: operand whose buffer the result takes over if it dies here, whatever the shape; -1 for none.
       solid: whether it is never fused into its readers.
+      sums: whether it combines the devices' partial sums.
       written: whether its result goes through memory.
     """
 
@@ -64,6 +65,7 @@ class Node:
     scratch: int = 0
     in_place: int = -1
     solid: bool = False
+    sums: bool = False
     written: bool = False
 
 
@@ -198,6 +200,9 @@ class _Scope:
         self.out = Program()
         self.at: dict[Value, int] = {}
         self.moved: dict[tuple[Value, Spec], int] = {}
+        self.invariant: dict[Value, tuple[_Scope, int]] = {}  # inputs that no trip changes: where they come from
+        self.hoisted: list[int] = []  # nodes of the scope around that were made for this one
+        self.turned: dict[Value, tuple[int, int, tuple[int, ...]]] = {}  # transposes: node, what it reads, which order
 
     def node(self, node: Node) -> int:
         self.out.nodes.append(node)
@@ -206,7 +211,9 @@ class _Scope:
     def graph(self, graph: Graph) -> Program:
         for value in (*graph.inputs, *(value for value, _ in graph.constants)):
             if value not in self.at:
-                self.at[value] = self.node(Node(Fusing.INPUT, self.b.size(value, self.s.specs.get(value)), (), value))
+                self.at[value] = self.node(
+                    Node(Fusing.INPUT, self.b.size(value, self.s.specs.get(value)), (), value, written=True)
+                )
                 self.out.inputs.append(self.at[value])
         for equation in graph.equations:
             self.equation(equation)
@@ -223,11 +230,22 @@ class _Scope:
         if spec is None or have is None or spec == have:
             return now
         if (atom, spec) not in self.moved:
-            for stop in self.s.route(atom, have, spec):
-                now = self.move(atom, now, have, stop)
-                have = stop
+            if self.b.cpu and atom in self.invariant:
+                around, source = self.invariant[atom]
+                self.hoisted.append(around.moves(atom, source, have, spec))
+                now = self.node(Node(Fusing.INPUT, self.b.size(atom, spec), (), atom, written=True))
+                self.out.inputs.append(now)
+            else:
+                now = self.moves(atom, now, have, spec)
             self.moved[atom, spec] = now
         return self.moved[atom, spec]
+
+    def moves(self, value: Value, now: int, source: Spec, target: Spec) -> int:
+        """A resharding with what it goes through. XLA:CPU does those of a loop's constants before the loop."""
+        for stop in self.s.route(value, source, target):
+            now = self.move(value, now, source, stop)
+            source = stop
+        return now
 
     def loop(self, nbytes: int, operand: int) -> int:
         """A copy in another layout; joins the loop that makes or reads it."""
@@ -288,6 +306,8 @@ class _Scope:
         many = len(equation.outputs) > 1
         parent = -1
         fusing = _fusing(name, kind, self.b.cpu)
+        if name == "dot_general" and _outer(equation):
+            fusing = Fusing.LOOP
         if many and fusing is not Fusing.LOOP:
             total = sum(self.b.size(v, self.s.specs.get(v)) for v in equation.outputs)
             parent = self.node(Node(Fusing.ALONE, 0, refs, None, written=True, scratch=_scratch(name, total)))
@@ -321,11 +341,15 @@ class _Scope:
                 ref = self.node(node)
             if partial is not None:
                 ref = self.alone(nbytes if self.b.cpu else self.b.size(value, spec), ref)
+                self.out.nodes[ref].sums = True
+                self.out.nodes[ref].in_place = -1 if self.b.cpu else 0
                 if raw != spec and self.b.cpu:
                     ref = self.node(Node(Fusing.LOOP, self.b.size(value, spec), (ref,), None, (False,), (False,)))
             made.append(ref)
         for value, ref in zip(equation.outputs, made, strict=True):
             self.at[value] = ref
+        if name == "transpose" and isinstance(equation, Apply) and refs:
+            self.turned[equation.outputs[0]] = (made[0], refs[0], tuple(equation.params["permutation"]))
 
     def windowed(self, equation: Equation) -> bool:
         """Whether a reduction goes through a reduce-window."""
@@ -358,20 +382,28 @@ class _Scope:
         return True
 
     def product_operands(self, equation: Equation, refs: tuple[int, ...]) -> tuple[int, ...]:
-        """Copies operands whose dimensions are not batch, then free and contracted in one block each."""
+        """Copies operands whose dimensions are not batch, then free and contracted in one block each.
+
+        A transpose right before is read through where what it reads is in such an order.
+        """
         assert isinstance(equation, Apply)
-        (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
         found = list(refs)
         if len(refs) != 2:
             return refs
-        for k, (contract, batch) in enumerate(((contract_l, batch_l), (contract_r, batch_r))):
-            atom = equation.inputs[k]
-            rank = len(atom.shape)
-            free = [d for d in range(rank) if d not in contract and d not in batch]
-            real = [d for d in range(rank) if atom.shape[d] > 1]
-            orders = ([*batch, *free, *contract], [*batch, *contract, *free])
-            if not any([d for d in order if d in real] == real for order in orders):
-                found[k] = self.loop(self.out.nodes[refs[k]].nbytes, refs[k])
+        numbers: tuple[tuple[Sequence[int], ...], tuple[Sequence[int], ...]] = equation.params["dimension_numbers"]
+        contracts, batches = numbers
+        for k, (contract, batch) in enumerate(zip(contracts, batches, strict=True)):
+            atom, ref = equation.inputs[k], refs[k]
+            source, order = ref, tuple(range(len(atom.shape)))
+            if isinstance(atom, Value) and atom in self.turned and self.turned[atom][0] == ref:
+                _, source, order = self.turned[atom]
+            shape = [0] * len(order)
+            for d, at in enumerate(order):
+                shape[at] = atom.shape[d]
+            if _in_blocks(shape, [order[d] for d in contract], [order[d] for d in batch]):
+                found[k] = source
+            elif not _in_blocks(atom.shape, contract, batch):
+                found[k] = self.loop(self.out.nodes[ref].nbytes, ref)
                 self.out.nodes[found[k]].value = atom if isinstance(atom, Value) else None
         return tuple(found)
 
@@ -393,6 +425,7 @@ class _Scope:
         (graph,) = equation.graphs
         consts, carry = jax_compat.scan_layout(equation.params)
         scope = _Scope(self.b)
+        scope.take(self, graph.inputs[:consts], operands)
         for value in graph.inputs[consts + carry :]:
             size = self.b.size(value, self.s.specs.get(value))
             scope.at[value] = scope.node(Node(Fusing.LOOP, size, (), value))
@@ -408,15 +441,23 @@ class _Scope:
                 body.carried.append((scope.at[graph.inputs[consts + k]], out))
             else:
                 body.outputs[k] = scope.node(Node(Fusing.LOOP, 0, (out,), None, (False,), (False,)))
-        self.results(equation, tuple(r for r in (*operands, *starts[carry:]) if r >= 0), (body,), starts)
+        self.results(
+            equation, tuple(r for r in (*operands, *scope.hoisted, *starts[carry:]) if r >= 0), (body,), starts
+        )
 
     def loop_while(self, equation: Apply, operands: list[int]) -> None:
         n, m = int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])
-        bodies = tuple(_Scope(self.b).graph(g) for g in equation.graphs)
+        scope = _Scope(self.b)
+        scope.take(self, equation.graphs[1].inputs[:m], operands[n:])
+        bodies = (_Scope(self.b).graph(equation.graphs[0]), scope.graph(equation.graphs[1]))
         for k, out in enumerate(bodies[1].outputs):
             if out >= 0:
                 bodies[1].carried.append((bodies[1].inputs[m + k], out))
-        self.results(equation, tuple(r for r in operands if r >= 0), bodies, operands[n + m :])
+        self.results(equation, tuple(r for r in (*operands, *scope.hoisted) if r >= 0), bodies, operands[n + m :])
+
+    def take(self, around: _Scope, constants: Sequence[Value], operands: Sequence[int]) -> None:
+        """Notes a loop's constants, by where they come from in the computation around it."""
+        self.invariant = {value: (around, ref) for value, ref in zip(constants, operands, strict=False) if ref >= 0}
 
     def results(
         self, equation: Equation, refs: tuple[int, ...], bodies: tuple[Program, ...], starts: Sequence[int]
@@ -429,6 +470,22 @@ class _Scope:
             part = Node(Fusing.PART, nbytes, (parent, start) if start >= 0 else (parent,), value, written=True)
             part.in_place = 1 if start >= 0 else -1
             self.at[value] = self.node(part)
+
+
+def _outer(equation: Equation) -> bool:
+    """Whether a product sums nothing: XLA makes it a multiplication of broadcasts."""
+    assert isinstance(equation, Apply)
+    numbers: tuple[tuple[Sequence[int], ...], tuple[Sequence[int], ...]] = equation.params["dimension_numbers"]
+    (contract, _), _ = numbers
+    return all(equation.inputs[0].shape[d] == 1 for d in contract)
+
+
+def _in_blocks(shape: Sequence[int], contract: Sequence[int], batch: Sequence[int]) -> bool:
+    """Whether dimensions are batch first, then free and contracted, or contracted and free, in one block each."""
+    free = [d for d in range(len(shape)) if d not in contract and d not in batch]
+    real = [d for d in range(len(shape)) if shape[d] > 1]
+    orders = ([*batch, *free, *contract], [*batch, *contract, *free])
+    return any([d for d in order if d in real] == real for order in orders)
 
 
 def equation_dimension(equation: Equation) -> int:

@@ -43,8 +43,8 @@ LEAST_SLACK = 1.1
 """The rows' limit is lowered to this times what the thriftiest choice of each variable takes, no further. Ours."""
 
 TIGHT = 4.0
-"""From this part of the limit on, by its rows, an answer's whole peak is worked out. Ours: the rows miss copies in
-other shardings, which were at most three quarters of the peak over the zoo."""
+"""From this part of the limit on, by its rows, an answer's whole peak is worked out (it may be that many times what the
+rows see, which miss copies in other shardings). Ours, for plan time: below it `_choose` still looks."""
 
 DEFAULT_BUDGET_S = 20.0
 """Seconds for the searches of all meshes together; exact methods mostly end much sooner."""

@@ -107,9 +107,10 @@ def _axes(collective: Collective, mesh: MeshShape) -> tuple[tuple[str, ...], int
 
 def predicted_traffic(plan: Plan) -> Counter[Row]:
     """Bytes of a plan's collectives by kind and mesh axes."""
+    names = [name for name, _ in plan.mesh]
     found: Counter[Row] = Counter()
     for c in plan.collectives:
-        found[c.kind, c.axes] += c.nbytes
+        found[c.kind, tuple(sorted(c.axes, key=names.index))] += c.nbytes
     return found
 
 

@@ -174,7 +174,7 @@ class Graph:
     def walk(self) -> Iterator[tuple[Equation, int]]:
         """Every equation, bodies included, with the number of times it runs in one call.
 
-        A `while` body counts once (its trip count is not known), every `cond` branch counts once.
+        A `while` whose trip count is not known counts once, and so does every `cond` branch.
         """
         yield from _walk(self, 1)
 
@@ -188,10 +188,32 @@ def _walk(graph: Graph, times: int) -> Iterator[tuple[Equation, int]]:
 
 
 def trip_count(equation: Equation) -> int:
-    """How often the bodies of an equation run: the length of a scan, 1 for everything else."""
+    """How often the bodies of an equation run: the length of a scan, of a `while` what its counter says, else 1."""
     if isinstance(equation, Apply) and equation.name == "scan":
         return int(equation.params["length"])
+    if isinstance(equation, Apply) and equation.name == "while":
+        trips = _counted(equation)
+        return 1 if trips is None else trips
     return 1
+
+
+def _counted(loop: Apply) -> int | None:
+    """Trips of `while i < bound: i += step` where start, bound and step are literals; None for other loops."""
+    cond, body = loop.graphs
+    consts, body_consts = int(loop.params["cond_nconsts"]), int(loop.params["body_nconsts"])
+    (test,) = cond.outputs
+    compare = next((e for e in cond.equations if test in e.outputs), None)
+    if compare is None or compare.name not in ("lt", "le") or compare.inputs[0] not in cond.inputs[consts:]:
+        return None
+    k = cond.inputs.index(compare.inputs[0]) - consts  # pyright: ignore[reportArgumentType]
+    add = next((e for e in body.equations if body.outputs[k] in e.outputs), None)
+    if add is None or add.name != "add" or add.inputs[0] is not body.inputs[body_consts + k]:
+        return None
+    ends = (loop.inputs[consts + body_consts + k], compare.inputs[1], add.inputs[1])
+    if not all(isinstance(end, Literal) for end in ends):
+        return None
+    start, bound, step = (int(end.value) for end in ends if isinstance(end, Literal))
+    return max(-(-(bound - start + (compare.name == "le")) // step), 0) if step > 0 else None
 
 
 def aval_bytes(aval: Any) -> int:

@@ -30,6 +30,7 @@ from autoshard.ir import (
     Reshard,
     Value,
     factor_rule,
+    trip_count,
 )
 
 
@@ -226,7 +227,7 @@ class _Builder:
     def _scan(self, equation: Apply, times: int) -> None:
         (body,) = equation.graphs
         consts, carry = jax_compat.scan_layout(equation.params)
-        inner_times = times * int(equation.params["length"])
+        inner_times = times * trip_count(equation)
         for k, inner in enumerate(body.inputs):
             outer = equation.inputs[k]
             often = self._often.get(outer, times) if isinstance(outer, Value) else times
@@ -240,15 +241,16 @@ class _Builder:
     def _while(self, equation: Apply, times: int) -> None:
         cond, body = equation.graphs
         n, m = int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])
+        inner_times = times * trip_count(equation)
         for k, inner in enumerate(cond.inputs[:n]):
             self._enter(equation, k, inner, times)
         for k, inner in enumerate(body.inputs):
-            self._enter(equation, n + k, inner, times)
+            self._enter(equation, n + k, inner, times if k < m else inner_times)
         for outer, inner in zip(body.inputs[m:], cond.inputs[n:], strict=True):
             rule = free_rule((outer,), (inner,))
-            self.add(OpKind.ENTER, rule, (outer,), (inner,), equation, times)
-        self.graph(cond, times)
-        self.graph(body, times)
+            self.add(OpKind.ENTER, rule, (outer,), (inner,), equation, inner_times)
+        self.graph(cond, inner_times)
+        self.graph(body, inner_times)
         for k in range(len(equation.outputs)):
             self._tie(body, k, body.inputs[m + k])
             self._leave(equation, k, body.inputs[m + k], times)

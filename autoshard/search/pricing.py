@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -147,7 +147,7 @@ class Pricer:
 
         XLA all-reduces a sum over several dimensions once for each of them, last one first; other ops once. A sum that
         is scattered over all its axes on one dimension is one all-reduce, or reduce-scatter, of the whole; of a matrix
-        product scattered over some of its axes the others follow on what is left (see `Constrain.sum_stop`):
+        product scattered over some of its axes the others may follow on what is left (see `Constrain.first_scatter`):
 
             partial over a and b, to (-,b):    all-reduce over b of n bytes, slice, all-reduce over a of n / b bytes
         """
@@ -159,25 +159,27 @@ class Pricer:
         name = op.equation.name if op.equation is not None else ""
         base = tuple(tuple(a for a in axes if a not in choice.scattered) for axes in spec)
         nbytes = local_bytes(value.aval, base, self.sizes)
-        groups = Constrain.scattered_groups(spec, choice.scattered, self.sizes)
-        left, scattered = choice.partial, choice.scattered
+        first = Constrain.first_scatter(name, spec, choice.partial, self.sizes)
+        left = choice.partial
+        groups = [set(axes) for _, axes in Constrain.scattered_groups(spec, choice.scattered, self.sizes)]
         local = op.equation is not None and Constrain.is_local(op.equation, choice.split_axes)
-        if groups and (name == "dot_general" or len(groups[0][1]) == len(left)):
-            first = groups[0][1]
-            yield self._combine(nbytes, first, scattered)
-            nbytes //= axes_size(first, self.sizes)
-            left = tuple(axis for axis in left if axis not in first)
+        if first is not None:
+            _, axes = first
+            yield self._combine(nbytes, axes, groups)
+            nbytes //= axes_size(axes, self.sizes)
+            left = tuple(axis for axis in left if axis not in axes)
         by_dimension = not local and name in BY_DIMENSION
         factors = op.rule.of_kind(FactorKind.REDUCTION) if by_dimension else ()
         for factor in reversed(factors):
             axes = tuple(axis for axis in choice.assignment[factor] if axis in left)
             if axes:
-                yield self._combine(nbytes, axes, scattered)
+                yield self._combine(nbytes, axes, groups)
         if left and not factors:
-            yield self._combine(nbytes, left, scattered)
+            yield self._combine(nbytes, left, groups)
 
-    def _combine(self, nbytes: int, axes: tuple[str, ...], scattered: tuple[str, ...]) -> Traffic:
-        scatters = self._device.reduce_scatter and set(axes) <= set(scattered)
+    def _combine(self, nbytes: int, axes: tuple[str, ...], groups: Sequence[set[str]]) -> Traffic:
+        """One collective; a reduce-scatter where the result is split over all its axes in one dimension."""
+        scatters = self._device.reduce_scatter and any(group.issuperset(axes) for group in groups)
         return Traffic("reduce_scatter" if scatters else "all_reduce", nbytes, axes)
 
     def compute_s(self, op: Op, choice: Choice) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autoshard.errors import TraceError, VerifyError
-from autoshard.ir import Apply, Graph, Reshard, Value, evaluate, print_graph, trace, verify
+from autoshard.ir import Apply, Graph, Reshard, Value, evaluate, print_graph, trace, trip_count, verify
 
 
 def rich_step(w: jax.Array, x: jax.Array) -> list[jax.Array]:
@@ -56,6 +56,32 @@ def test_calls_are_inlined_and_effects_kept() -> None:
     names = {equation.name for equation, _ in graph.walk()}
     assert not names & {"jit", "pjit", "custom_jvp_call", "remat2", "checkpoint", "closed_call"}
     assert {"scan", "while", "cond", "optimization_barrier", "debug_callback"} <= names
+
+
+@pytest.mark.parametrize(
+    ("start", "bound", "step", "inclusive", "trips"),
+    [(0, 6, 1, False, 6), (1, 6, 2, False, 3), (0, 6, 3, True, 3), (7, 6, 1, False, 0), (0, 6, 0, False, 1)],
+)
+def test_trips_of_a_counting_loop(start: int, bound: int, step: int, inclusive: bool, trips: int) -> None:
+    def loop(w: jax.Array) -> list[jax.Array]:
+        def go_on(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return carry[0] <= bound if inclusive else carry[0] < bound
+
+        return [jax.lax.while_loop(go_on, lambda c: (c[0] + step, jnp.sin(c[1])), (jnp.int32(start), w))[1]]
+
+    graph = trace(loop, arrays()[:1])
+    assert [trip_count(e) for e in graph.equations] == [trips]
+    assert {times for e, times in graph.walk() if e.name == "sin"} == {trips}
+
+
+def test_trips_of_a_loop_that_ends_on_data_count_once() -> None:
+    def loop(w: jax.Array, x: jax.Array) -> list[jax.Array]:
+        limit = x.sum().astype(jnp.int32)
+        counted = jax.lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] + 1, jnp.sin(c[1])), (jnp.int32(0), w))
+        return [counted[1], jax.lax.while_loop(lambda c: c.sum() < 1, lambda c: c * 2, w)]
+
+    graph = trace(loop, arrays())
+    assert [trip_count(e) for e in graph.equations if e.graphs] == [1, 1]
 
 
 def test_printing_is_stable_and_says_types() -> None:

@@ -27,11 +27,6 @@ LIMITS = {"float32": 1e-4, "float64": 1e-9}
 QUICK = 16
 """The first programs (plain models and optimizers) run in float64 in the slice too; the others only in the matrix."""
 
-BROKEN = {
-    "encoder_decoder-2x2x2": "XLA's partitioner refuses it: slice dim size 64 greater than dynamic slice dimension 32",
-}
-"""Known failures by program and mesh, with what was seen (jaxlib 0.10.1)."""
-
 MATRIX = [(mesh, axes) for mesh in MESHES for axes in AXES]
 
 
@@ -43,9 +38,6 @@ def parameters() -> list[Any]:
             for mesh, axes in MATRIX:
                 slice_ = (mesh, axes) == chosen and (dtype == "float32" or number < QUICK)
                 marks: list[Any] = [] if slice_ else [pytest.mark.full]
-                reason = BROKEN.get(f"{program.name}-{mesh}")
-                if reason is not None:
-                    marks.append(pytest.mark.xfail(reason=reason, strict=False))
                 name = f"{program.name}-{mesh}-{axes}-{dtype}"
                 found.append(pytest.param(program, mesh, axes, dtype, marks=marks, id=name))
     return found

@@ -42,6 +42,7 @@ from autoshard.runtime import (
     check_options,
     emit,
     find_target,
+    fitting,
     has_tracer,
     initialise,
     lower_plain,
@@ -199,12 +200,17 @@ class Step:
             return self._build(key, self._plan(call)) if found is None else found
 
     def _build(self, key: Any, planned: Planned) -> Compiled:
-        mesh = running_mesh(planned.target, planned.plan.mesh)
         dumper = self._dumpers.get(key)
-        compiled = build(planned, mesh, emit(planned.graph, planned.plan, mesh, dumper), self.__name__)
+
+        def make(planned: Planned) -> Compiled:
+            mesh = running_mesh(planned.target, planned.plan.mesh)
+            return build(planned, mesh, emit(planned.graph, planned.plan, mesh, dumper), self.__name__)
+
+        compiled = fitting(planned, make)
         if dumper is not None:
             dumper("stablehlo-before", lower_plain(self.__wrapped__, planned).as_text())
             dumper("stablehlo-after", compiled.lower(structs_of(planned.avals), None).as_text())
+        self._planned[key] = compiled.planned
         self._compiled[key] = compiled
         return compiled
 

@@ -134,6 +134,21 @@ class Cluster:
                 nodes.append(Node(node.device, kept, node.link))
         return Cluster(f"{self.name}[{first}:{first + count}]", tuple(nodes), self.network, self.shared_network)
 
+    def times(self, factor: int) -> Cluster | None:
+        """A cluster of `factor` times as many of its devices: the preset's larger one, more nodes, or a larger node.
+
+        None where nodes are unlike.
+        """
+        if not self.homogeneous:
+            return None
+        node, count = self.nodes[0], self.size * factor
+        if re.fullmatch(r"[a-z0-9]+?(x[0-9]+)?", self.name) and self.name.split("x")[0] == node.device.name:
+            return preset_cluster(node.device.name, count)
+        name = f"{factor} times {self.name}"
+        if self.network is None:
+            return Cluster(name, (Node(node.device, count, node.link),))
+        return Cluster(name, self.nodes * factor, self.network, self.shared_network)
+
     def describe(self) -> str:
         """A line a kind of node, and one for the network."""
         lines = [f"{self.name}: {self.size} device{'s' if self.size > 1 else ''}"]

@@ -25,6 +25,12 @@ def eager_cluster(count: int = 8, memory_bytes: int = 8 << 30) -> Cluster:
     return Cluster("eager", (Node(device, count, Link(bytes_per_s=1e9, latency_s=1e-9)),))
 
 
+def slow_links() -> Cluster:
+    """Where splitting state does not pay, so that only a memory limit makes it happen."""
+    device = eager_cluster().device(0)
+    return Cluster("slow links", (Node(device, 8, Link(bytes_per_s=1e5, latency_s=1e-3)),))
+
+
 def distance(mine: Any, plain: Any) -> float:
     """Largest distance by norm between two trees, relative to the second's norm, leaf by leaf."""
     mine_leaves, mine_tree = jax.tree.flatten(mine)

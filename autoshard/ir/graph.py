@@ -205,7 +205,7 @@ def _counted(loop: Apply) -> int | None:
     compare = next((e for e in cond.equations if test in e.outputs), None)
     if compare is None or compare.name not in ("lt", "le") or compare.inputs[0] not in cond.inputs[consts:]:
         return None
-    k = cond.inputs.index(compare.inputs[0]) - consts  # pyright: ignore[reportArgumentType]
+    k = cond.inputs.index(compare.inputs[0]) - consts
     add = next((e for e in body.equations if body.outputs[k] in e.outputs), None)
     if add is None or add.name != "add" or add.inputs[0] is not body.inputs[body_consts + k]:
         return None

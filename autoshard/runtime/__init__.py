@@ -15,6 +15,7 @@ from .compiled import structs_of as structs_of
 from .deviceless import CompileTarget as CompileTarget
 from .deviceless import compile_deviceless as compile_deviceless
 from .deviceless import deviceless_mesh as deviceless_mesh
+from .fit import fitting as fitting
 from .hlo import Collective as Collective
 from .hlo import Kernel as Kernel
 from .hlo import collectives as collectives

@@ -41,6 +41,7 @@ class Planned:
       graph: the prepared graph.
       plan: made for it.
       target: where it was planned for.
+      again: plans it for another memory limit, in bytes; None where the user gave the plan.
     """
 
     template: Template
@@ -51,6 +52,7 @@ class Planned:
     graph: Graph
     plan: Plan
     target: Target
+    again: Callable[[int], Plan] | None = None
 
 
 @final

@@ -107,24 +107,29 @@ def plan_call(
     sizes = None if target.shape is None else dict(target.shape)
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
     prepared = prepare(graph)
-    plan = known_plan(prepared, info, target, library, name)
-    if plan is None:
+    compiler = functools.partial(compile_plan, prepared, target.cluster)
+
+    def make(memory_limit: int | None) -> Plan:
         plan = search(
             graph,
             info,
             target.cluster,
             target.shape,
             pins=pins,
-            memory_limit=options.memory_limit,
+            memory_limit=memory_limit,
             budget_s=options.budget_s,
             seed=options.seed,
             on_event=on_event,
         )
+        return dataclasses.replace(plan, compiler=compiler)
+
+    plan = known_plan(prepared, info, target, library, name) or make(options.memory_limit)
     for i, spec in pins.items():
         pattern = next(p for p in options.pins or {} if matches(p, call.slashes[i]))
         check_pin(pattern, spec, call.slashes[i], shapes[i], dict(plan.mesh))
-    plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
-    return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target)
+    plan = dataclasses.replace(plan, compiler=compiler)
+    again = None if library.loaded else make
+    return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again)
 
 
 def known_plan(prepared: Graph, info: StepInfo, target: Target, library: Library, name: str) -> Plan | None:

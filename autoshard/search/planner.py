@@ -19,7 +19,7 @@ from autoshard.passes import DuplicateCheap, run_passes
 from autoshard.plan import Alternative, Memory, Plan
 from autoshard.search.layout import Layout, estimate, lay_out
 from autoshard.search.memory_rows import MemoryTable, answer_buffers, copy_bytes, memory_table, peak_times, priced
-from autoshard.search.meshes import candidate_meshes
+from autoshard.search.meshes import candidate_meshes, named_mesh
 from autoshard.search.model import Model, build_model, build_problem
 from autoshard.search.ops import Ops, list_ops
 from autoshard.search.pricing import Pricer
@@ -45,6 +45,12 @@ LEAST_SLACK = 1.1
 TIGHT = 4.0
 """From this part of the limit on, by its rows, an answer's whole peak is worked out (it may be that many times what the
 rows see, which miss copies in other shardings). Ours, for plan time: below it `_choose` still looks."""
+
+MAX_DEVICES = 1024
+"""Largest cluster that is tried when a step does not fit; the largest preset."""
+
+LARGER_BUDGET_S = 16.0
+"""Seconds for trying larger clusters when a step does not fit. Ours: an error message may take this long."""
 
 DEFAULT_BUDGET_S = 20.0
 """Seconds for the searches of all meshes together; exact methods mostly end much sooner."""
@@ -157,7 +163,11 @@ def make_plan(
     for shape in meshes:
         tell("mesh", shape)
         found += plan_mesh(task, cluster, shape, budget_s=budget, seed=seed, tie=tie, tell=tell)
-    best, layout, memory, found = _choose(task, found, cluster)
+    chosen = _choose(task, found)
+    if chosen is None:
+        enough = _larger(task, cluster, mesh, found, seed)
+        raise InfeasibleError(_does_not_fit(found, limit, cluster, enough))
+    best, layout, memory, found = chosen
     ground = best.ground
     plan = record_plan(
         task.graph,
@@ -254,11 +264,10 @@ def _search(
     return best
 
 
-def _choose(task: Task, found: list[Candidate], cluster: Cluster) -> tuple[Candidate, Layout, Memory, list[Candidate]]:
+def _choose(task: Task, found: list[Candidate]) -> tuple[Candidate, Layout, Memory, list[Candidate]] | None:
     """The quickest answer that fits, its layout and memory, and all answers with what is known of their peaks.
 
-    Raises:
-      InfeasibleError: none fits.
+    None where none fits; `found` then holds the peaks.
     """
     known: dict[int, Candidate] = {}
     for c in sorted(found, key=lambda c: (c.time_s, c.peak_bytes, c.name != "search")):
@@ -269,7 +278,31 @@ def _choose(task: Task, found: list[Candidate], cluster: Cluster) -> tuple[Candi
         known[id(c)] = replace(c, peak_bytes=memory.peak_bytes)
         if memory.peak_bytes <= task.limit:
             return known[id(c)], layout, memory, [known.get(id(other), other) for other in found]
-    raise InfeasibleError(_does_not_fit([known.get(id(c), c) for c in found], task.limit, cluster))
+    found[:] = [known.get(id(c), c) for c in found]
+    return None
+
+
+def _larger(task: Task, cluster: Cluster, mesh: MeshShape | None, found: list[Candidate], seed: int) -> str:
+    """What is known of larger clusters of the same devices: the smallest that a plan fits on, by doubling.
+
+    The mesh grows along its first axis. A peak is at best divided by the factor, so smaller ones are not tried.
+    """
+    if not found:
+        return ""
+    need = min(c.peak_bytes for c in found)
+    deadline = time.monotonic() + LARGER_BUDGET_S
+    factor, tried = 2, ""
+    while cluster.size * factor <= MAX_DEVICES and time.monotonic() < deadline:
+        larger = cluster.times(factor) if need <= task.limit * factor else None
+        if larger is not None:
+            shape = ((mesh[0][0], mesh[0][1] * factor), *mesh[1:]) if mesh else named_mesh((larger.size,))
+            answers = plan_mesh(task, larger, shape, budget_s=LARGER_BUDGET_S / 8, seed=seed, tie=True, tell=_silent)
+            chosen = _choose(task, answers)
+            if chosen is not None:
+                return f"{larger.name} would do ({size_text(chosen[0].peak_bytes)}, mesh {dict(shape)})"
+            tried = larger.name
+        factor *= 2
+    return f"more devices alone do not help: not even {tried} would do" if tried else ""
 
 
 def _memory(task: Task, layout: Layout, pricer: Pricer) -> Memory:
@@ -320,7 +353,7 @@ def _alternatives(found: list[Candidate], best: Candidate, limit: int) -> list[A
     return rows
 
 
-def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster) -> str:
+def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster, enough: str) -> str:
     if not found:
         return explain(
             f"no plan meets the pins and a limit of {size_text(limit)} a device on {cluster.name}",
@@ -333,5 +366,6 @@ def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster) -> str:
         f"the step needs at least about {size_text(need)} on each device of {cluster.name} "
         f"({least.name}, mesh {dict(least.ground.mesh)}), the limit is {size_text(limit)}",
         "a plan whose peak memory is within the limit",
-        "use more devices or devices with more memory, a smaller batch, or jax.checkpoint on the layers",
+        "use more devices or devices with more memory, a smaller batch, or jax.checkpoint on the layers"
+        + (f"; {enough}" if enough else ""),
     )

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.cluster import Cluster, Link, Node
 from autoshard.costmodel import find_lives
 from autoshard.errors import InfeasibleError
 from autoshard.search import named_mesh, solve
 from autoshard.search.layout import estimate, lay_out
 from autoshard.search.memory_rows import copy_bytes, peak_times, priced
 from autoshard.search.model import build_problem
-from tests.helpers import eager_cluster
+from tests.helpers import eager_cluster, slow_links
 from tests.problems import Step, brute_force, ground, looped, mlp, normal, random_answers, random_step
 
 MESHES = {"8": (8,), "2x4": (2, 4)}
@@ -114,12 +113,6 @@ def test_never_above_a_plain_plan(name: str, shape: tuple[int, ...]) -> None:
     for alternative in plan.alternatives:
         if "does not fit" not in alternative.note:
             assert plan.time_s <= alternative.time_s * (1 + 1e-9), alternative.name
-
-
-def slow_links() -> Cluster:
-    """Where splitting state does not pay, so that only a memory limit makes it happen."""
-    device = eager_cluster().device(0)
-    return Cluster("slow links", (Node(device, 8, Link(bytes_per_s=1e5, latency_s=1e-3)),))
 
 
 @pytest.mark.parametrize(("name", "part"), [("deep", 0.9), ("looped", 0.7), ("looped", 0.3)])

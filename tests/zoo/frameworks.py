@@ -86,10 +86,19 @@ def gpt_nnx(dtype: Any) -> Case:
     return in_place(step, objects, lambda i: token_batch(40, i, 16, TIME, VOCABULARY), dtype)
 
 
+def attention_in_float64(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+    """Without mask and dropout; `jax.nn.dot_product_attention`, which NNX calls, has its softmax in float32."""
+    scores = jnp.einsum("...qhd,...khd->...hqk", query, key) / query.shape[-1] ** 0.5
+    return jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(scores), value)
+
+
 class VitBlock(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
         self.norm_attention = nnx.LayerNorm(WIDTH, use_bias=False, dtype=dtype, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, dtype=dtype, use_bias=False, decode=False, rngs=rngs)
+        own = {"attention_fn": attention_in_float64} if jnp.dtype(dtype) == jnp.float64 else {}
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, dtype=dtype, use_bias=False, decode=False, rngs=rngs, **own
+        )
         self.norm_mlp = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
         self.mlp = nnx.Sequential(
             nnx.Linear(WIDTH, HIDDEN, dtype=dtype, rngs=rngs),

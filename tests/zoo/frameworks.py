@@ -95,7 +95,7 @@ def attention_in_float64(query: jax.Array, key: jax.Array, value: jax.Array, **_
 class VitBlock(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
         self.norm_attention = nnx.LayerNorm(WIDTH, use_bias=False, dtype=dtype, rngs=rngs)
-        own = {"attention_fn": attention_in_float64} if jnp.dtype(dtype) == jnp.float64 else {}
+        own: Any = {"attention_fn": attention_in_float64} if jnp.dtype(dtype) == jnp.float64 else {}
         self.attention = nnx.MultiHeadAttention(
             HEADS, WIDTH, dtype=dtype, use_bias=False, decode=False, rngs=rngs, **own
         )

@@ -12,13 +12,14 @@ their bodies as `graphs`. Values are compared by identity, each is defined once,
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Spec = tuple[tuple[str, ...], ...]
 """A sharding of one value: for each dimension the mesh axes it is split over, major first."""
@@ -218,9 +219,13 @@ def _counted(loop: Apply) -> int | None:
 
 def aval_bytes(aval: Any) -> int:
     """Bytes of a whole value; typed PRNG keys count their words, float0 counts nothing."""
-    size = int(np.prod(aval.shape, dtype=np.int64))
-    if aval.dtype == jax.dtypes.float0:
+    return math.prod(aval.shape) * _item_bytes(aval.dtype)
+
+
+@functools.cache
+def _item_bytes(dtype: Any) -> int:
+    if dtype == jax.dtypes.float0:
         return 0
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return size * 8
-    return size * int(aval.dtype.itemsize)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return int(dtype.itemsize)

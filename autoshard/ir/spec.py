@@ -12,10 +12,10 @@ factor k may be split only where j is split completely), and only if it is paral
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.ir.factors import Dims, FactorKind, FactorRule
@@ -55,10 +55,10 @@ def local_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) ->
 
 def local_bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
     """Bytes of one device's part."""
-    whole = int(np.prod(aval.shape, dtype=np.int64))
+    whole = math.prod(aval.shape)
     if whole == 0:
         return 0
-    part = int(np.prod(local_shape(tuple(aval.shape), spec, sizes), dtype=np.int64))
+    part = math.prod(local_shape(tuple(aval.shape), spec, sizes))
     return aval_bytes(aval) // whole * part
 
 

@@ -49,7 +49,8 @@ class Step:
     def plan(self, shape: tuple[int, ...] | None = (8,), cluster: Cluster | None = None, **options: Any) -> Plan:
         mesh = None if shape is None else named_mesh(shape)
         defaults: dict[str, Any] = {"pins": {}, "memory_limit": None, "budget_s": 20.0, "seed": 0}
-        return make_plan(self.graph(), self.info(), cluster or eager_cluster(), mesh, **(defaults | options))
+        graph = prepare(self.graph(), options.get("on_event"))
+        return make_plan(graph, self.info(), cluster or eager_cluster(), mesh, **(defaults | options))
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

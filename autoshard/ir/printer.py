@@ -8,6 +8,7 @@ outputs d
 
 from __future__ import annotations
 
+import functools
 import string
 from typing import Any
 
@@ -46,8 +47,9 @@ def print_equation(equation: Equation, names: Names, indent: str = "", sources: 
     """One equation: a line, and its bodies indented below."""
     inputs = [_atom(atom, names) for atom in equation.inputs]
     outputs = " ".join(_typed(value, names) for value in equation.outputs)
-    params = f"[{_params(equation)}]" if _params(equation) else ""
-    line = f"{indent}{outputs} = {equation.name}{params} {' '.join(inputs)}".rstrip()
+    params = _params(equation)
+    shown = f"[{params}]" if params else ""
+    line = f"{indent}{outputs} = {equation.name}{shown} {' '.join(inputs)}".rstrip()
     where = jax_compat.source_line(equation.place.source) if sources else ""
     lines = [line + (f"   # {where}" if where else "")]
     for body in equation.graphs:
@@ -60,6 +62,7 @@ def print_spec(spec: Spec) -> str:
     return "(" + ",".join("+".join(axes) or "-" for axes in spec) + ")"
 
 
+@functools.cache
 def short_dtype(dtype: Any) -> str:
     """f32, bf16, i32, key<fry>, ..."""
     if dtype == jax.dtypes.float0:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -67,6 +68,19 @@ class Library:
     loaded: Sequence[Plan] = ()
 
 
+@contextlib.contextmanager
+def collection_paused() -> Generator[None]:
+    """No garbage collection inside: planning keeps millions of objects alive that the collector walks for nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@collection_paused()
 def plan_call(
     fun: Callable[..., Any],
     name: str,
@@ -106,12 +120,12 @@ def plan_call(
     shapes = [tuple(aval.shape) for aval in call.avals]
     sizes = None if target.shape is None else dict(target.shape)
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
-    prepared = prepare(graph)
+    prepared = prepare(graph, on_event)
     compiler = functools.partial(compile_plan, prepared, target.cluster)
 
     def make(memory_limit: int | None) -> Plan:
         plan = search(
-            graph,
+            prepared,
             info,
             target.cluster,
             target.shape,

@@ -53,7 +53,9 @@ def find_kinds(
     """
     if not tie:
         return Kinds(tuple(range(len(ops.ops))), tuple((op,) for op in ops.ops), tuple((op, 1) for op in ops.ops))
-    colours = _refine(ops, [_look(op, pins, written) for op in ops.ops])
+    rules: dict[Hashable, int] = {}
+    numbers = {id(op.rule): _number(rules, _rule_key(op.rule)) for op in {id(op.rule): op for op in ops.ops}.values()}
+    colours = _refine(ops, [_look(op, numbers[id(op.rule)], pins, written) for op in ops.ops])
     table: dict[Hashable, int] = {}
     kind = [_number(table, (colours[op.index], colours[roots[op.index].index])) for op in ops.ops]
     members: list[list[Op]] = [[] for _ in table]
@@ -76,12 +78,12 @@ def _makers(ops: Ops, kind: list[int]) -> tuple[tuple[Op, int], ...]:
     return tuple((group[0], len(group)) for group in groups.values())
 
 
-def _look(op: Op, pins: Mapping[Value, Spec], written: frozenset[Value]) -> Hashable:
-    """All that the op's own choices and costs depend on."""
+def _look(op: Op, rule: int, pins: Mapping[Value, Spec], written: frozenset[Value]) -> Hashable:
+    """All that the op's own choices and costs depend on; `rule` is the number of its factor rule."""
     name = op.equation.name if op.equation is not None else ""
-    shapes = tuple((a.shape, str(a.dtype), a in written) for a in op.operands)
-    results = tuple((v.shape, str(v.dtype), pins.get(v), v in written) for v in op.results)
-    return (op.kind, name, shapes, results, _rule_key(op.rule), op.times)
+    shapes = tuple((a.shape, a.dtype, a in written) for a in op.operands)
+    results = tuple((v.shape, v.dtype, pins.get(v), v in written) for v in op.results)
+    return (op.kind, name, shapes, results, rule, op.times)
 
 
 def _rule_key(rule: FactorRule) -> Hashable:

@@ -71,9 +71,14 @@ def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
     compute = traffic = 0.0
     sums: list[tuple[Op, Traffic, int]] = []
     moves: list[Move] = []
-    for op, choice in zip(model.ops.ops, choices, strict=True):
-        compute += op.times * pricer.compute_s(op, choice)
-        for t in pricer.sums(op, choice):
+    priced = [
+        (pricer.compute_s(group[0], choice), tuple(pricer.sums(group[0], choice)))
+        for group, choice in zip(model.kinds.members, chosen, strict=True)
+    ]
+    for op, kind in zip(model.ops.ops, model.kinds.kind, strict=True):
+        seconds, combined = priced[kind]
+        compute += op.times * seconds
+        for t in combined:
             sums.append((op, t, op.times))
             traffic += op.times * pricer.traffic_s(t)
         for value, targets in _moves(model, op, chosen):

@@ -13,7 +13,7 @@ returns is laid out like what it takes. Equations on scalars alone are left out.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -167,6 +167,7 @@ class _Builder:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.ties: list[Tie] = []
+        self._rules: dict[Hashable, FactorRule] = {}
         self._often: dict[Value, int] = {}  # how often a value of a loop's body differs; absent: as its ops run
 
     def add(
@@ -201,11 +202,24 @@ class _Builder:
                         rule = free_rule((operand,), (result,))
                         self.add(OpKind.APPLY, rule, (operand,), (result,), equation, times, k)
                 case _ if any(sized(atom) for atom in (*equation.inputs, *equation.outputs)):
-                    rule = factor_rule(equation)
+                    rule = self._rule(equation)
                     often = self._runs(equation, times)
                     self.add(OpKind.APPLY, rule, equation.inputs, equation.outputs, equation, often)
                 case _:
                     continue
+
+    def _rule(self, equation: Apply) -> FactorRule:
+        """The factor rule; like equations, as of repeated layers, share one."""
+        atoms = (*equation.inputs, *equation.outputs)
+        shapes = tuple((atom.shape, atom.dtype) for atom in atoms)
+        key = (equation.primitive, len(equation.inputs), shapes, tuple(equation.params.values()))
+        try:
+            known = self._rules.get(key)
+        except TypeError:  # a parameter without a hash
+            return factor_rule(equation)
+        if known is None:
+            known = self._rules[key] = factor_rule(equation)
+        return known
 
     def _runs(self, equation: Apply, times: int) -> int:
         """How often an equation runs, out of all loops that it does not depend on."""

@@ -106,6 +106,7 @@ class Candidate:
       solution: of the solver.
       time_s: estimated step time.
       peak_bytes: estimated peak on one device.
+      exact: its layout and the parts of its peak, None where only the rows' estimate is known.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Candidate:
     solution: Solution
     time_s: float
     peak_bytes: int
+    exact: tuple[Layout, Memory] | None = None
 
 
 def prepare(graph: Graph, on_event: OnEvent | None = None) -> Graph:
@@ -136,7 +138,7 @@ def make_plan(
     """Plans a step.
 
     Args:
-      graph: the traced step.
+      graph: the step, traced and prepared.
       info: names and roles of its flat arguments and results.
       cluster: devices and links.
       mesh: axes and sizes, None to choose.
@@ -152,9 +154,8 @@ def make_plan(
       MeshError, PinError, UnknownPrimitiveError: see there.
     """
     tell = on_event or _silent
-    prepared = prepare(graph, on_event)
     limit = memory_limit if memory_limit is not None else cluster.memory_bytes
-    task = _task(prepared, info, pins, limit, cluster.device(0).kind)
+    task = _task(graph, info, pins, limit, cluster.device(0).kind)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster)
     for shape in meshes:
         _check_mesh(shape, cluster)
@@ -243,12 +244,12 @@ def _search(
         curve = ground.memory.curve(solution.choice)
         peak = int(curve.max(initial=0))
         seconds = estimate(ground.model, solution.choice, ground.pricer)
+        exact = None
         if peak > task.limit / TIGHT:
-            layout = lay_out(ground.model, solution.choice, ground.pricer)
-            exact = _memory(task, layout, ground.pricer).peak_bytes
-            allowed = min(allowed, task.limit - (exact - peak))
-            peak = max(peak, exact)
-        candidate = Candidate(name, ground, solution, seconds, peak)
+            exact = _exact(task, ground, solution)
+            allowed = min(allowed, task.limit - (exact[1].peak_bytes - peak))
+            peak = max(peak, exact[1].peak_bytes)
+        candidate = Candidate(name, ground, solution, seconds, peak, exact)
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
         if candidate.peak_bytes <= task.limit:
@@ -273,8 +274,7 @@ def _choose(task: Task, found: list[Candidate]) -> tuple[Candidate, Layout, Memo
     for c in sorted(found, key=lambda c: (c.time_s, c.peak_bytes, c.name != "search")):
         if c.peak_bytes > task.limit:
             continue
-        layout = lay_out(c.ground.model, c.solution.choice, c.ground.pricer)
-        memory = _memory(task, layout, c.ground.pricer)
+        layout, memory = c.exact or _exact(task, c.ground, c.solution)
         known[id(c)] = replace(c, peak_bytes=memory.peak_bytes)
         if memory.peak_bytes <= task.limit:
             return known[id(c)], layout, memory, [known.get(id(other), other) for other in found]
@@ -303,6 +303,12 @@ def _larger(task: Task, cluster: Cluster, mesh: MeshShape | None, found: list[Ca
             tried = larger.name
         factor *= 2
     return f"more devices alone do not help: not even {tried} would do" if tried else ""
+
+
+def _exact(task: Task, ground: Ground, solution: Solution) -> tuple[Layout, Memory]:
+    """An answer carried out, and its peak."""
+    layout = lay_out(ground.model, solution.choice, ground.pricer)
+    return layout, _memory(task, layout, ground.pricer)
 
 
 def _memory(task: Task, layout: Layout, pricer: Pricer) -> Memory:

@@ -24,6 +24,7 @@ from .printer import short_type as short_type
 from .rule_builder import FactorBuilder as FactorBuilder
 from .rules import factor_rule as factor_rule
 from .rules import register_rule as register_rule
+from .spec import SPLITTABLE as SPLITTABLE
 from .spec import Assignment as Assignment
 from .spec import MeshShape as MeshShape
 from .spec import assignment_of as assignment_of

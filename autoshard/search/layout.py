@@ -46,6 +46,7 @@ class Layout:
       spec: for each value its sharding.
       moves: all resharding points.
       sums: collectives that combine partial results, with how often they run.
+      work_s: for each op seconds of compute a step on one device.
       compute_s: seconds of compute a step.
       traffic_s: seconds of collectives a step.
     """
@@ -54,6 +55,7 @@ class Layout:
     spec: Mapping[Value, Spec]
     moves: tuple[Move, ...]
     sums: tuple[tuple[Op, Traffic, int], ...]
+    work_s: tuple[float, ...]
     compute_s: float
     traffic_s: float
 
@@ -68,7 +70,8 @@ def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
     chosen = _chosen(model, answer)
     choices = tuple(chosen[k] for k in model.kinds.kind)
     spec = {v: s for op in model.ops.ops for v, s in zip(op.results, choices[op.index].results, strict=True)}
-    compute = traffic = 0.0
+    traffic = 0.0
+    work: list[float] = []
     sums: list[tuple[Op, Traffic, int]] = []
     moves: list[Move] = []
     priced = [
@@ -77,7 +80,7 @@ def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
     ]
     for op, kind in zip(model.ops.ops, model.kinds.kind, strict=True):
         seconds, combined = priced[kind]
-        compute += op.times * seconds
+        work.append(op.times * seconds)
         for t in combined:
             sums.append((op, t, op.times))
             traffic += op.times * pricer.traffic_s(t)
@@ -85,7 +88,7 @@ def lay_out(model: Model, answer: Sequence[int], pricer: Pricer) -> Layout:
             for route in pricer.reshards(value, spec[value], targets):
                 moves.append(Move(value, spec[value], route, op.times))
                 traffic += op.times * route.time_s
-    return Layout(choices, spec, tuple(moves), tuple(sums), compute, traffic)
+    return Layout(choices, spec, tuple(moves), tuple(sums), tuple(work), sum(work), traffic)
 
 
 def estimate(model: Model, answer: Sequence[int], pricer: Pricer) -> float:

@@ -179,6 +179,7 @@ def make_plan(
         layout,
         memory,
         limit,
+        best.name,
         best.solution,
         tuple(_alternatives(found, best, limit)),
         pins,

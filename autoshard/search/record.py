@@ -14,10 +14,8 @@ from autoshard.ir import (
     StepInfo,
     Value,
     aval_bytes,
-    axes_size,
     replicated,
     short_type,
-    spec_axes,
 )
 from autoshard.plan import (
     Alternative,
@@ -36,9 +34,7 @@ from autoshard.search.layout import Layout
 from autoshard.search.ops import OpKind, Ops, sized, splittable
 from autoshard.search.pricing import Traffic
 from autoshard.search.problem import Solution
-
-LARGE_BYTES = 1 << 16
-"""Arguments from this size on that stay whole are explained."""
+from autoshard.search.why import reasons
 
 
 def record_plan(
@@ -50,12 +46,13 @@ def record_plan(
     layout: Layout,
     memory: Memory,
     limit: int,
+    name: str,
     solution: Solution,
     alternatives: tuple[Alternative, ...],
     pins: Mapping[int, Spec],
     time_of: Mapping[Traffic, float],
 ) -> Plan:
-    """The plan of a layout."""
+    """The plan of a layout; `name` says how it was found."""
     table: dict[Spec, int] = {}
 
     def number(spec: Spec | None) -> int:
@@ -103,7 +100,7 @@ def record_plan(
         collectives=_collectives(layout, time_of),
         reshardings=_reshardings(graph, ops, info, layout),
         alternatives=alternatives,
-        why=_why(inputs, mesh, layout, solution, alternatives, pins, info),
+        why=reasons(name, inputs, mesh, ops, layout, solution, alternatives, [info.input_paths[i] for i in pins]),
         solver=f"{solution.stats.get('engine', '')}: {solution.result.value}, gap {solution.gap:.2%}",
         donated=info.donated,
     )
@@ -180,53 +177,3 @@ def _reshardings(graph: Graph, ops: Ops, info: StepInfo, layout: Layout) -> tupl
         seconds = move.times * move.route.time_s
         rows.append(Resharding(what, line, move.source, move.route.path[-1], kinds, nbytes, move.times, seconds))
     return tuple(sorted(rows, key=lambda r: -r.time_s))
-
-
-def _why(
-    inputs: tuple[Argument, ...],
-    mesh: MeshShape,
-    layout: Layout,
-    solution: Solution,
-    alternatives: tuple[Alternative, ...],
-    pins: Mapping[int, Spec],
-    info: StepInfo,
-) -> tuple[str, ...]:
-    lines: list[str] = []
-    shape = "x".join(str(n) for _, n in mesh)
-    share = layout.traffic_s / layout.time_s if layout.time_s else 0.0
-    lines.append(f"chosen: mesh {shape}, {layout.time_s * 1e3:.4g} ms a step, {share:.0%} of it collectives")
-    fitting = [a for a in alternatives if "does not fit" not in a.note]
-    if fitting:
-        lines.append(f"next best: {fitting[0].name}, {fitting[0].time_s * 1e3:.4g} ms ({fitting[0].note})")
-    lines += [f"refused: {a.name}: {a.note}" for a in alternatives if "does not fit" in a.note]
-    lines += [f"pinned: {info.input_paths[i]}" for i in pins]
-    lines += _whole(inputs, mesh)
-    if solution.gap > 0:
-        lines.append(f"not proved optimal: {solution.gap:.2%} above the lower bound")
-    return tuple(lines)
-
-
-def _whole(inputs: tuple[Argument, ...], mesh: MeshShape) -> list[str]:
-    """Why large arguments, and batches, are not split."""
-    sizes = dict(mesh)
-    parts = axes_size(tuple(sizes), sizes)
-    lines: list[str] = []
-    for a in inputs:
-        if parts == 1 or spec_axes(a.spec) or not a.spec or (a.state and a.nbytes < LARGE_BYTES):
-            continue
-        shape = [int(n) for n in a.type[a.type.index("[") + 1 : -1].split(",") if n]
-        if max(shape, default=1) == 1:
-            continue
-        stuck = [
-            f"dimension {d} of {n}"
-            for d, n in enumerate(shape)
-            if n > 1 and all(n % s for s in sizes.values() if s > 1)
-        ]
-        if len(stuck) == sum(n > 1 for n in shape):
-            lines.append(
-                f"whole on every device: {a.path} {a.type}: {', '.join(stuck)} divides by no mesh axis {sizes}"
-            )
-        else:
-            also = f"; {', '.join(stuck)} divides by no mesh axis {sizes}" if stuck else ""
-            lines.append(f"whole on every device: {a.path} {a.type}: splitting it costs more than it saves{also}")
-    return lines

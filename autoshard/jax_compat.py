@@ -87,7 +87,8 @@ def name_stack_of(source: Any) -> str:
 
 def join_name_stack(outer: Any, inner: Any) -> Any:
     """Source info of an equation inlined from a call: the call's name stack before its own, and the call's place where
-    the equation has none in the user's code."""
+    the equation has none in the user's code.
+    """
     known = inner if next(_source_info.user_frames(inner.traceback), None) is not None else outer
     return known.replace(name_stack=outer.name_stack + inner.name_stack)
 

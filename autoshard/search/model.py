@@ -245,12 +245,11 @@ def _readers(model: Model, value: Value) -> dict[int, list[tuple[Spec, ...]]]:
             if spec not in have:
                 have.append(spec)
 
-    for reader, k in model.ops.readers.get(value, ()):
-        kind = model.kinds.kind[reader.index]
+    kinds = model.kinds.kind
+    for kind, k in dict.fromkeys((kinds[reader.index], k) for reader, k in model.ops.readers.get(value, ())):
         want(kind, [c.operands[k] for c in model.choices[kind]])
-    for target in model.ops.tied.get(value, ()):
-        maker, result = model.ops.maker[target]
-        kind = model.kinds.kind[maker.index]
+    makers = (model.ops.maker[target] for target in model.ops.tied.get(value, ()))
+    for kind, result in dict.fromkeys((kinds[maker.index], result) for maker, result in makers):
         want(kind, [c.results[result] for c in model.choices[kind]])
     return {v: [tuple(specs) for specs in lists] for v, lists in found.items()}
 

@@ -44,7 +44,7 @@ LEAST_SLACK = 1.1
 
 TIGHT = 4.0
 """From this part of the limit on, by its rows, an answer's whole peak is worked out (it may be that many times what the
-rows see, which miss copies in other shardings). Ours, for plan time: below it `_choose` still looks."""
+rows see, which miss copies in other shardings). Ours, for plan time: below it, and at templates', `_choose` looks."""
 
 MAX_DEVICES = 1024
 """Largest cluster that is tried when a step does not fit; the largest preset."""
@@ -246,7 +246,7 @@ def _search(
         peak = int(curve.max(initial=0))
         seconds = estimate(ground.model, solution.choice, ground.pricer)
         exact = None
-        if peak > task.limit / TIGHT:
+        if rounds > 1 and peak > task.limit / TIGHT:
             exact = _exact(task, ground, solution)
             allowed = min(allowed, task.limit - (exact[1].peak_bytes - peak))
             peak = max(peak, exact[1].peak_bytes)

@@ -4,7 +4,8 @@ A sharding divides work: where factors of an equation are split over axes of siz
 1/(s1 s2 ...) of the operations and touches its part of each operand and result. So rules run once an equation, and
 `roofline.work_time_s` turns work and shares into time, thousands of times.
 
-Rules register by primitive name with `@work_rule`. There is no default: a primitive nobody listed is an error.
+Rules register by primitive name with `@work_rule`. Other primitives, for which Shardy or the user has a factor rule,
+are taken as one pass over operands and results, and the plan says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, final
 
 import jax.numpy as jnp
 
-from autoshard.errors import UnknownPrimitiveError, explain
+from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Apply, Atom, Equation, Literal, Reshard
 
 
@@ -92,11 +93,25 @@ _RULES: dict[str, WorkRule] = {}
 
 
 def work_rule(*names: str) -> Callable[[WorkRule], WorkRule]:
-    """Registers the rule of primitives."""
+    """Registers the cost rule of primitives, as a decorator. The function gets the equation and returns its `Work`.
+
+    Args:
+      names: names of the primitives.
+
+    Raises:
+      ArgumentError: a name has a rule already.
+    """
 
     def register(rule: WorkRule) -> WorkRule:
         for name in names:
-            assert name not in _RULES, f"two work rules for {name}"
+            if name in _RULES:
+                raise ArgumentError(
+                    explain(
+                        f"a cost rule for the primitive '{name}' was registered twice",
+                        "one rule a primitive",
+                        "register it once, where the primitive is defined",
+                    )
+                )
             _RULES[name] = rule
         return rule
 
@@ -111,23 +126,14 @@ def known_primitives() -> frozenset[str]:
 def equation_work(equation: Equation) -> Work:
     """The work of an equation at its own (global) sizes. An explicit reshard reads and writes its value once.
 
-    Raises:
-      UnknownPrimitiveError: no rule.
+    A primitive without a rule reads its operands and writes its results once.
     """
     if isinstance(equation, Reshard):
         nbytes = float(equation.input.nbytes) if equation.explicit else 0.0
         kind = WorkKind.MOVE if equation.explicit else WorkKind.FREE
         return Work(kind, 0.0, "f32", 0.0, (nbytes,), (nbytes,))
     rule = _RULES.get(equation.name)
-    if rule is None:
-        raise UnknownPrimitiveError(
-            explain(
-                f"primitive {equation.name!r} has no cost rule",
-                "a primitive of jax, or one registered with autoshard.costmodel.work_rule",
-                f"register its operations and bytes: @work_rule({equation.name!r})",
-            )
-        )
-    return rule(equation)
+    return make_work(equation, WorkKind.OPAQUE) if rule is None else rule(equation)
 
 
 def size_of(atom: Atom) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard import jax_compat
+from autoshard.costmodel import known_primitives
 from autoshard.ir import SPLITTABLE, FactorRule, MeshShape, Value, short_type, spec_axes
 from autoshard.plan import Alternative, Argument
 from autoshard.search.layout import Layout
@@ -55,6 +56,7 @@ def reasons(
     if sizes:
         lines += _grouped("whole on every device", _whole(inputs, sizes))
         lines += _grouped("computed on every device", _repeated(ops, layout, sizes))
+    lines += _guessed(ops)
     if solution.gap > 0:
         lines.append(f"not proved optimal: {solution.gap:.2%} above the lower bound")
     return tuple(lines)
@@ -106,6 +108,13 @@ def _repeated(ops: Ops, layout: Layout, sizes: Mapping[str, int]) -> Iterator[tu
             where = f" ({line})" if line else ""
             reason = reason or "splitting it costs more than it saves"
             yield op.equation.name, f"{short_type(largest.aval)}: {reason}{where}", largest.nbytes * op.times
+
+
+def _guessed(ops: Ops) -> Iterator[str]:
+    """Primitives whose cost nobody registered."""
+    names = {op.equation.name for op in ops.ops if op.kind is OpKind.APPLY and op.equation is not None}
+    for name in sorted(names - known_primitives()):
+        yield f"cost of {name}: one pass over operands and results, for it has no rule (autoshard.costmodel.work_rule)"
 
 
 def _unsplittable(rule: FactorRule, sizes: Mapping[str, int]) -> str:

@@ -32,7 +32,7 @@ from autoshard.costmodel import (
     work_rule,
     work_time_s,
 )
-from autoshard.errors import UnknownPrimitiveError
+from autoshard.errors import ArgumentError
 from autoshard.ir import Apply, Graph, trace
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -289,17 +289,12 @@ def test_unknown_primitive() -> None:
     primitive = Primitive("my_op")
     primitive.def_abstract_eval(lambda x: x)
     graph = graph_of(lambda x: primitive.bind(x), spec(4))
-    with pytest.raises(UnknownPrimitiveError) as caught:
-        equation_work(graph.equations[0])
-    assert str(caught.value) == (
-        "primitive 'my_op' has no cost rule.\n"
-        "  expected: a primitive of jax, or one registered with autoshard.costmodel.work_rule.\n"
-        "  to do: register its operations and bytes: @work_rule('my_op')."
-    )
+    work = equation_work(graph.equations[0])
+    assert (work.kind, work.flops, work.operand_bytes, work.result_bytes) == (WorkKind.OPAQUE, 0.0, (16.0,), (16.0,))
 
 
 def test_two_rules_for_one_name() -> None:
-    with pytest.raises(AssertionError, match="two work rules for dot_general"):
+    with pytest.raises(ArgumentError, match="'dot_general' was registered twice"):
         work_rule("dot_general")(equation_work)
 
 

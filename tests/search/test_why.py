@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import sparse
 
 from tests.helpers import eager_cluster
 from tests.problems import Step, normal
@@ -39,3 +40,11 @@ def test_arguments_alike_share_a_line() -> None:
 def test_nothing_is_said_on_one_device() -> None:
     plan = Step(lambda w, x: [w, x @ w], (normal(0, 257, 129), normal(1, 511, 257)), 1).plan((1,), eager_cluster(1))
     assert not any("every device" in line for line in plan.why)
+
+
+def test_costs_that_nobody_registered_are_named() -> None:
+    def step(w: jax.Array, x: jax.Array) -> list[jax.Array]:
+        return [w, sparse.BCOO.fromdense(w, nse=w.size) @ x]
+
+    plan = Step(step, (normal(0, 16, 16), normal(1, 16, 8)), 1).plan((8,))
+    assert any(line.startswith("cost of bcoo_fromdense: one pass") for line in plan.why)

@@ -9,7 +9,7 @@ A call goes down one of two roads:
     slow    anything else: bind, plan or look up, move arrays to their planned places, compile, run
 
 Under an outer transformation (jit, grad, vmap, eval_shape) with traced arguments the undecorated function is called:
-the outer program decides.
+the outer program decides. Where that program will run, a warning says so once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final, overload
@@ -25,7 +26,7 @@ import jax
 
 from autoshard import jax_compat
 from autoshard.dump import Dumper, dump_folder
-from autoshard.errors import ArgumentError, PlanError, explain
+from autoshard.errors import ArgumentError, AutoshardWarning, PlanError, explain
 from autoshard.plan import Plan
 from autoshard.runtime import (
     SEARCH,
@@ -89,6 +90,7 @@ class Step:
         self._search: Final = search
         self._lock: Final = threading.RLock()
         self._dumps = 0
+        self._warned = False
         self._reset()
 
     def _reset(self) -> None:
@@ -131,6 +133,7 @@ class Step:
 
     def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Exception | None) -> Any:
         if not outside_traces() and has_tracer((args, kwargs)):
+            self._warn_unplanned()
             return self.__wrapped__(*args, **kwargs)
         call = bind(self._parameters, args, kwargs)
         if call.abstract is not None:
@@ -221,6 +224,21 @@ class Step:
         self._dumps += 1
         dumper = self._dumpers[key] = Dumper(dump_folder(folder, self.__name__, self._dumps))
         return dumper
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Itself, as of a jitted function: what was compiled is shared."""
+        return self
+
+    def _warn_unplanned(self) -> None:
+        if self._warned or jax_compat.only_shapes():
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.__name__} was called inside another JAX transformation (jit, grad, vmap, ...): there it is the "
+            "undecorated function, neither planned nor sharded. Decorate the outermost function instead.",
+            AutoshardWarning,
+            stacklevel=4,
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments; needs no devices.
@@ -397,7 +415,8 @@ def autoshard(
     """Shards a step that was written for one device.
 
     Use it as `@autoshard`, `@autoshard(...)` or `autoshard(fun, ...)`. The step is called like the function; what is
-    not an array in its arguments is static.
+    not an array in its arguments is static. Inside another transformation (jit, grad, vmap, eval_shape) it is the
+    undecorated function.
 
     Args:
       fun: the step, anything `jax.jit` takes.

@@ -15,6 +15,10 @@ class AutoshardError(Exception):
     """Base of all errors autoshard raises on purpose."""
 
 
+class AutoshardWarning(UserWarning):
+    """Something a user would want to know that is no error."""
+
+
 @final
 class ArgumentError(AutoshardError, TypeError, ValueError):
     """An option or argument of the decorator, or of a step's call, is wrong."""

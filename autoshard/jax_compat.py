@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+
+_HERE = str(Path(jax.__file__).parent)
 
 
 def check_version(version: tuple[int, ...]) -> str | None:
@@ -96,6 +100,14 @@ def join_name_stack(outer: Any, inner: Any) -> Any:
 def call_scope(source: Any, name: str) -> Any:
     """Source info with one more named scope."""
     return source.replace(name_stack=source.name_stack.extend(name))
+
+
+def only_shapes() -> bool:
+    """Whether this call is traced for its shapes or its jaxpr alone, by `jax.eval_shape` or `jax.make_jaxpr`."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_name in ("eval_shape", "make_jaxpr_f") and frame.f_code.co_filename.startswith(_HERE):
+            return True
+    return False
 
 
 def source_line(source: Any) -> str:

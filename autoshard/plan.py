@@ -260,6 +260,13 @@ class Plan:
         """
         return _decode_plan(text)
 
+    def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
+        """A pickle is like a file: the plan that is read from it cannot `compile`."""
+        return Plan.from_json, (self.to_json(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
     def __str__(self) -> str:
         from autoshard.show import show_plan
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.api import Step, autoshard
-from autoshard.errors import ArgumentError, ClusterError, InfeasibleError, MeshError, PinError, PlanError, TraceError
+from autoshard.errors import (
+    ArgumentError,
+    AutoshardWarning,
+    ClusterError,
+    InfeasibleError,
+    MeshError,
+    PinError,
+    PlanError,
+    TraceError,
+)
 from autoshard.runtime.initialise import init_program
 from autoshard.runtime.options import parse_memory
 from tests.api_problems import (
@@ -498,17 +509,29 @@ def test_under_outer_transformations() -> None:
     x = jnp.ones(8)
     assert jax.eval_shape(step, x).shape == ()
     assert jax.make_jaxpr(step)(x).out_avals[0].shape == ()
-    assert float(jax.jit(step)(x)) == 16.0
+    with pytest.warns(AutoshardWarning, match="step was called inside another JAX transformation"):
+        assert float(jax.jit(step)(jnp.ones(4))) == 8.0
     assert jax.grad(step)(x).tolist() == [2.0] * 8
     assert jax.vmap(step)(jnp.ones((4, 8))).tolist() == [16.0] * 4
     count = len(calls)
     assert float(step(x)) == float(step(x)) == 16.0
     assert len(calls) == count + 1
+    once = copy.deepcopy(step)
+    assert once is step, "one cache, as of a jitted function"
     assert jax.eval_shape(lambda y: y + step(x), jax.ShapeDtypeStruct((), jnp.float32)).shape == ()
     assert jax.grad(step)(x).tolist() == [2.0] * 8
     model, optimizer = make_nnx()
     shape = nnx.eval_shape(eager(nnx_step), model, optimizer, jnp.ones((16, 8)))
     assert shape["loss"].shape == ()
+
+
+def test_plans_are_copied_and_pickled() -> None:
+    plan = eager(train_step).plan(make_state(jax.random.key(0)), make_batch())
+    assert copy.deepcopy(plan) is plan
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan
+    with pytest.raises(PlanError, match="compile"):
+        again.compile()
 
 
 def test_failure_leaves_the_state_untouched() -> None:

@@ -280,6 +280,10 @@ def _choose(task: Task, found: list[Candidate]) -> tuple[Candidate, Layout, Memo
         if memory.peak_bytes <= task.limit:
             return known[id(c)], layout, memory, [known.get(id(other), other) for other in found]
     found[:] = [known.get(id(c), c) for c in found]
+    least = min(found, key=lambda c: c.peak_bytes, default=None)
+    if least is not None and least.exact is None:  # by the rows only: it may be more
+        _, memory = _exact(task, least.ground, least.solution)
+        found[found.index(least)] = replace(least, peak_bytes=max(least.peak_bytes, memory.peak_bytes))
     return None
 
 

@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from autoshard import autoshard
-from autoshard.runtime import planning
+from autoshard.ir import trace
 from bench.gpt import GPT2, GPT3, Size, make_step
 
 LIMITS_S = {"GPT-2 124M": 10.0, "GPT-3 175B": 60.0}
@@ -73,9 +73,8 @@ def measure(name: str, size: Size, batch: int, devices: str, mesh: tuple[int, ..
         traced.append(time.perf_counter() - start)
         return graph
 
-    trace = planning.trace
     start = time.perf_counter()
-    with mock.patch.object(planning, "trace", timed):
+    with mock.patch("autoshard.runtime.planning.trace", timed):
         plan = planned.plan(state, inputs)
     return Row(name, size.layers, mesh, time.perf_counter() - start, sum(traced), plan.solver)
 

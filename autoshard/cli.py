@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import json
+import math
 import os
 import sys
 import time
@@ -13,14 +15,16 @@ from typing import Annotated, Any
 
 import jax
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from autoshard.api import Step, autoshard
 from autoshard.errors import ArgumentError, AutoshardError, PlanError, explain
 from autoshard.ir import print_spec
 from autoshard.load import load_step
 from autoshard.plan import Plan
+from autoshard.search import Progress, Run, run_instance, warm_up
 from autoshard.show import plan_view, seconds, size_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans how to spread a JAX train step over devices.")
@@ -164,6 +168,84 @@ def bench_step(
     for name, found in times.items():
         table.add_row(name, seconds(sorted(found)[len(found) // 2]), seconds(min(found)))
     console.print(table)
+
+
+@bench.command("iopddl")
+def bench_iopddl(
+    files: Annotated[list[Path], typer.Argument(help="instances, .json or .json.gz", metavar="FILE...")],
+    time_limit: Annotated[float, typer.Option(help="seconds for each instance, reading included")] = 60.0,
+    seed: Annotated[int, typer.Option(help="of the search")] = 0,
+    workers: Annotated[int, typer.Option(help="threads of the search")] = 2,
+    solutions: Annotated[str, typer.Option(help="folder for NAME.json, a list of strategy numbers")] = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="write all figures as JSON here")] = "",
+) -> None:
+    """Solves instances of the IOPDDL contest (ASPLOS 2025) and judges the answers.
+
+    Columns: cost as judged from the file; cost over the best of any team; lower bound; gap between the two; peak memory
+    in parts of the limit; time, reading included. Ctrl-C ends the search; the best answer so far is kept.
+    """
+    if time_limit <= 0 or workers < 1:
+        raise ArgumentError(
+            explain(f"--time-limit {time_limit:g} --workers {workers}", "seconds above 0, at least 1 worker", "correct")
+        )
+    with _working("compiling the solver's loops (once on a machine)"):
+        warm_up()
+    table = Table(Column("instance", overflow="fold"), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("cost", "of best", "bound", "gap", "peak", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    runs: list[Run] = []
+    for file in files:
+        with errors.status(f"{file.name}: reading") as status:
+
+            def tell(p: Progress, name: str = file.name, status: Any = status) -> None:
+                gap = f", gap {(p.cost - p.bound) / p.cost:.2%}" if 0 < p.cost < float("inf") else ""
+                status.update(f"{name}: {p.seconds:.0f} s, cost {p.cost:,.6g}, bound {p.bound:,.6g}{gap}")
+
+            run = run_instance(file, time_limit_s=time_limit, seed=seed, workers=workers, tell=tell)
+        runs.append(run)
+        table.add_row(*_run_row(run))
+        if solutions and run.answer:
+            Path(solutions).mkdir(parents=True, exist_ok=True)
+            (Path(solutions) / f"{run.name}.json").write_text(json.dumps(list(run.answer)))
+        if run.solution.stats.get("interrupted"):
+            break
+    console.print(table)
+    for run in runs:
+        if faults := _run_faults(run):
+            console.print(f"{run.name}: {faults}", markup=False, highlight=False)
+    ratios = [run.ratio for run in runs if run.ratio is not None]
+    if len(ratios) > 1:
+        console.print(f"geometric mean of cost over best known: {math.prod(ratios) ** (1 / len(ratios)):.6f}")
+    if output:
+        Path(output).write_text(json.dumps([run.to_dict() for run in runs], indent=1))
+    if not all(run.verdict is not None and run.verdict.legal for run in runs):
+        raise typer.Exit(1)
+
+
+def _run_row(run: Run) -> tuple[str, ...]:
+    """A line of the benchmark's table."""
+    verdict, solution = run.verdict, run.solution
+    bound = f"{solution.bound:.6g}"
+    if verdict is None:
+        return (run.name, "none", "-", bound, "-", "-", seconds(run.total_s))
+    return (
+        run.name,
+        f"{verdict.cost:,.10g}" if verdict.legal else "not legal",
+        "-" if run.ratio is None else f"{run.ratio:.6f}",
+        bound,
+        f"{solution.gap:.2%}",
+        f"{verdict.peak / verdict.limit:.2%}" if verdict.limit else "-",
+        seconds(run.total_s),
+    )
+
+
+def _run_faults(run: Run) -> str:
+    """Why there is no legal answer; empty if there is one."""
+    if run.verdict is not None:
+        return "; ".join(run.verdict.faults)
+    missing = run.solution.shortage
+    where = f": {missing.nbytes:,.0f} bytes too much at time {missing.time}" if missing is not None else ""
+    return run.solution.result.value + where
 
 
 def main() -> None:

@@ -65,6 +65,11 @@ class PlanError(AutoshardError, ValueError):
 
 
 @final
+class InstanceError(AutoshardError, ValueError):
+    """A benchmark instance is malformed."""
+
+
+@final
 class CompileError(AutoshardError, RuntimeError):
     """The XLA compiler could not be used, or refused the program."""
 

@@ -15,7 +15,7 @@ from autoshard.cluster import Cluster
 from autoshard.costmodel import find_lives, materialized
 from autoshard.ir import Graph, MeshShape, StepInfo, trace
 from autoshard.plan import Plan
-from autoshard.search import Problem, make_plan, named_mesh, prepare
+from autoshard.search import Problem, Usage, make_plan, named_mesh, prepare
 from autoshard.search.memory_rows import MemoryTable, memory_table
 from autoshard.search.model import Model, build_model
 from autoshard.search.ops import Ops, list_ops
@@ -232,7 +232,9 @@ def random_problem(seed: int, tight: bool, nodes: int = 6, choices: int = 4, tim
         for i, j in itertools.combinations(range(len(sizes)), 2)
         if rng.random() < 0.6
     }
-    usages = tuple(rng.integers(0, 10, (times, n)).astype(float) for n in sizes)
+    usages = tuple(
+        Usage(i, t, t + 1, rng.integers(0, 10, n).astype(float)) for i, n in enumerate(sizes) for t in range(times)
+    )
     limit = float(rng.integers(2 * len(sizes), 5 * len(sizes))) if tight else None
     return Problem(costs, edges, usages, np.ones(times), limit)
 
@@ -255,7 +257,18 @@ def brute_force(problem: Problem) -> float:
     if problem.limit is not None:
         for t, base in enumerate(problem.base):
             used = np.full((1,) * nodes, base)
-            for i, usage in enumerate(problem.usages):
-                used = used + along(usage[t], i)
+            for u in problem.usages:
+                if u.start <= t < u.end:
+                    used = used + along(u.nbytes, u.node)
             total = np.where(used <= problem.limit * (1 + 1e-12), total, np.inf)
     return float(total.min())
+
+
+def least_shortage(problem: Problem) -> float:
+    """The least that the limit has to be raised by for some answer of finite cost; infinite if there is none."""
+    assert problem.limit is not None
+    best = np.inf
+    for choice in itertools.product(*(range(len(c)) for c in problem.costs)):
+        if np.isfinite(problem.cost(choice)):
+            best = min(best, float(problem.usage(choice).max(initial=0.0)) - problem.limit)
+    return best

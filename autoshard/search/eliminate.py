@@ -147,12 +147,12 @@ def _filter(problem: Problem, i: int, around: Sequence[int], kept: list[NDArray[
     """The choices of node i that are not dominated, given what its neighbours still have."""
     cost = problem.costs[i][kept[i]]
     worst = cost[:, None] - cost[None, :]
-    for j in around:
-        edge = pair(problem, i, j)[np.ix_(kept[i], kept[j])]
-        with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # both not allowed: neither is worse; each somewhere: nan, which no test passes
+        for j in around:
+            edge = pair(problem, i, j)[np.ix_(kept[i], kept[j])]
             difference = edge[:, None, :] - edge[None, :, :]
-        difference[np.isnan(difference)] = 0.0
-        worst = worst + difference.max(axis=2)
+            difference[np.isnan(difference)] = 0.0
+            worst = worst + difference.max(axis=2)
     alive = np.ones(len(cost), bool)
     for s in np.argsort(-cost, kind="stable"):
         better = (worst[:, s] <= 0) & alive

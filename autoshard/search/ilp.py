@@ -5,14 +5,14 @@
     objective    min  sum_i sum_s c_i[s] x[i,s] + sum_e sum_k E_e[k] z[e,k]                          (objective)
     one choice   sum_s x[i,s] = 1                                            for all i              (one_choice)
     linking      sum_{k: k_i = s} z[e,k] = x[i,s]                            for all e, i in e, s   (linking)
-    memory       base_t + sum_i sum_s u_i[t,s] x[i,s] <= limit               for all t              (memory)
+    memory       base_t + sum_(l live at t) sum_s u_l[s] x[i_l,s] <= limit   for all t              (memory)
 
 Alpa's ILP (Zheng et al., OSDI 2022, section 4.2) with the linearisation that is tight on trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,23 +20,41 @@ import mip  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
 from autoshard.search.eliminate import Table
-from autoshard.search.problem import Floats
+from autoshard.search.problem import Floats, Usage
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Memory rows of the program.
+    """Memory rows of a program.
 
     Attributes:
-      usages: for each node its bytes by time and choice, shape (times, choices).
+      usages: what nodes hold, and when.
       base: bytes at each time whatever is chosen.
       limit: most bytes.
     """
 
-    usages: dict[int, Floats]
+    usages: Sequence[Usage]
     base: Floats
     limit: float
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What to solve.
+
+    Attributes:
+      sizes: number of choices of each node.
+      tables: cost tables over one or more nodes; infinite entries are not allowed.
+      memory: memory rows, or None.
+      soft: leave the costs out and minimise what the limit has to be raised by instead.
+    """
+
+    sizes: Mapping[int, int]
+    tables: Sequence[Table]
+    memory: Memory | None
+    soft: bool = False
 
 
 @final
@@ -55,36 +73,28 @@ class IlpAnswer:
     proved: bool
 
 
-def solve_ilp(
-    sizes: dict[int, int],
-    tables: Sequence[Table],
-    memory: Memory | None,
-    *,
-    budget_s: float,
-    start: dict[int, int] | None,
-    seed: int,
-) -> IlpAnswer:
+def solve_ilp(program: Program, *, budget_s: float, start: dict[int, int] | None, seed: int) -> IlpAnswer:
     """Solves one program.
 
     Args:
-      sizes: number of choices of each node.
-      tables: cost tables over one or more nodes; infinite entries are not allowed.
-      memory: memory rows, or None.
+      program: what to solve.
       budget_s: time limit, seconds.
       start: a full choice to begin with.
       seed: of the solver.
     """
-    scale = _scale(tables)
+    scale = _scale(program.tables)
     model: Any = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
     model.verbose = 0
     model.seed = seed
-    x = {i: [model.add_var(var_type=mip.BINARY) for _ in range(n)] for i, n in sizes.items()}
+    model.max_mip_gap = 1e-9  # its default would call 1e-4 optimal
+    x = {i: [model.add_var(var_type=mip.BINARY) for _ in range(n)] for i, n in program.sizes.items()}
     for variables in x.values():
         model += _sum(variables) == 1
-    terms = _objective(model, x, tables, scale)
-    model.objective = mip.minimize(_sum(terms))
-    if memory is not None:
-        _memory(model, x, memory)
+    terms = _objective(model, x, program.tables, scale)
+    excess = model.add_var(lb=0.0) if program.soft else None
+    model.objective = mip.minimize(_sum(terms) if excess is None else excess)
+    if program.memory is not None:
+        _memory(model, x, program.memory, excess)
     if start is not None:
         model.start = [(x[i][s], 1.0) for i, s in start.items()]
     status = model.optimize(max_seconds=max(budget_s, 0.1))
@@ -129,14 +139,18 @@ def _objective(model: Any, x: dict[int, list[Any]], tables: Sequence[Table], sca
     return terms
 
 
-def _memory(model: Any, x: dict[int, list[Any]], memory: Memory) -> None:
+def _memory(model: Any, x: dict[int, list[Any]], memory: Memory, excess: Any | None) -> None:
     """(memory), in units of the limit."""
-    for t, base in enumerate(memory.base):
-        row = [
-            float(u[t, s]) / memory.limit * x[i][s]
-            for i, u in memory.usages.items()
-            for s in range(u.shape[1])
-            if u[t, s] > 0
-        ]
-        if row:
-            model += _sum(row) <= (memory.limit - float(base)) / memory.limit
+    unit = memory.limit if memory.limit > 0 else 1.0
+    rows: list[dict[tuple[int, int], float]] = [{} for _ in memory.base]
+    for u in memory.usages:
+        held = [(s, nbytes / unit) for s, nbytes in enumerate(u.nbytes.tolist()) if nbytes]
+        for row in rows[u.start : u.end]:
+            for s, part in held:
+                row[u.node, s] = row.get((u.node, s), 0.0) + part
+    for base, row in zip(memory.base.tolist(), rows, strict=True):
+        if row or base > memory.limit:
+            terms = [part * x[i][s] for (i, s), part in row.items()]
+            if excess is not None:
+                terms.append(-1.0 * excess)
+            model += _sum([*terms, 0.0 * x[next(iter(x))][0]]) <= (memory.limit - base) / unit

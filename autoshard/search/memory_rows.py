@@ -22,7 +22,7 @@ from autoshard.search.layout import Layout
 from autoshard.search.model import Model
 from autoshard.search.ops import OpKind, Ops, sized
 from autoshard.search.pricing import Pricer
-from autoshard.search.problem import Edge, Floats, Problem
+from autoshard.search.problem import Edge, Floats, Problem, Usage
 
 
 @final
@@ -64,13 +64,18 @@ class MemoryTable:
     def constrain(self, problem: Problem, times: Sequence[int], limit: float) -> Problem:
         """The problem with one memory row for each of `times`."""
         wanted = np.array(sorted(set(times)))
-        usages = [np.zeros((len(wanted), len(c))) for c in problem.costs]
-        alive = (self.start[:, None] <= wanted) & (wanted < self.end[:, None])
-        count = np.zeros((len(self.sizes), len(wanted)))
-        np.add.at(count, self.row, alive * self.parts[:, None])
-        for line, (size, v) in enumerate(zip(self.sizes, self.variable, strict=True)):
-            usages[v] += count[line][:, None] * size
-        return Problem(problem.costs, problem.edges, tuple(usages), np.zeros(len(wanted)), limit)
+        starts = np.searchsorted(wanted, self.start)
+        ends = np.searchsorted(wanted, self.end)
+        lives: dict[tuple[int, int, int], Floats] = {}
+        for life in range(len(self.row)):
+            row = int(self.row[life])
+            start, end = int(starts[life]), int(ends[life])
+            if start < end:
+                key = (self.variable[row], start, end)
+                held = float(self.parts[life]) * self.sizes[row]
+                lives[key] = lives[key] + held if key in lives else held
+        usages = tuple(Usage(*key, held) for key, held in lives.items())
+        return Problem(problem.costs, problem.edges, usages, np.zeros(len(wanted)), limit)
 
 
 def memory_table(model: Model, lives: Lives, sizes: Mapping[str, int]) -> MemoryTable:

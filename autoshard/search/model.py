@@ -220,7 +220,7 @@ def build_problem(model: Model, pricer: Pricer) -> Problem:
                     edges[other, own] = edges.get((other, own), 0.0) + table.T
     used = {e: t for e, t in edges.items() if np.any(t)}
     none = np.zeros((0,))
-    return Problem(tuple(costs), used, tuple(np.zeros((0, len(c))) for c in costs), none, None)
+    return Problem(tuple(costs), used, (), none, None)
 
 
 def _unary(op: Op, choices: Sequence[Choice], pricer: Pricer) -> Floats:

@@ -52,6 +52,9 @@ MAX_DEVICES = 1024
 LARGER_BUDGET_S = 16.0
 """Seconds for trying larger clusters when a step does not fit. Ours: an error message may take this long."""
 
+LIMIT_GAP = 1e-4
+"""With this gap a search under a memory limit is content: the estimate of a step time is far from that exact."""
+
 DEFAULT_BUDGET_S = 20.0
 """Seconds for the searches of all meshes together; exact methods mostly end much sooner."""
 
@@ -239,7 +242,8 @@ def _search(
     deadline = time.monotonic() + budget_s
     best: Candidate | None = None
     for _ in range(rounds):
-        solution = solve(problem, budget_s=max(deadline - time.monotonic(), 0.5), seed=seed, starts=starts)
+        left = max(deadline - time.monotonic(), 0.5)
+        solution = solve(problem, budget_s=left, seed=seed, starts=starts, gap=LIMIT_GAP)
         if not solution.choice:
             break
         curve = ground.memory.curve(solution.choice)

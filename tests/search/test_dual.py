@@ -83,7 +83,7 @@ def test_trees_are_solved_by_the_bound() -> None:
     rng = np.random.default_rng(0)
     costs = tuple(rng.random(4) for _ in range(7))
     edges = {((i - 1) // 2, i): rng.random((4, 4)) for i in range(1, 7)}
-    problem = Problem(costs, edges, tuple(np.zeros((0, 4)) for _ in costs), np.zeros(0), None)
+    problem = Problem(costs, edges, (), np.zeros(0), None)
     pruned = prune(problem, everything(problem), (0,) * 7, deadline=time.monotonic() + 20, sweeps=100)
     best = brute_force(problem)
     assert pruned.bound == pytest.approx(best)

@@ -52,7 +52,7 @@ def test_dense_problems_go_to_the_ilp() -> None:
     costs = tuple(rng.random(choices) for _ in range(nodes))
     edges = {pair: rng.random((choices, choices)) for pair in itertools.combinations(range(nodes), 2)}
     none = np.zeros(0)
-    problem = Problem(costs, edges, tuple(np.zeros((0, choices)) for _ in costs), none, None)
+    problem = Problem(costs, edges, (), none, None)
     solution = solve(problem, budget_s=60.0, seed=0)
     assert solution.result is Result.OPTIMAL
     assert solution.cost == pytest.approx(problem.cost(solution.choice))

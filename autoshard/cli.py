@@ -226,11 +226,12 @@ def _run_row(run: Run) -> tuple[str, ...]:
     """A line of the benchmark's table."""
     verdict, solution = run.verdict, run.solution
     bound = f"{solution.bound:.6g}"
+    cost = f"{verdict.cost:,.0f}" if verdict is not None and verdict.cost >= 1e5 else f"{solution.cost:.8g}"
     if verdict is None:
         return (run.name, "none", "-", bound, "-", "-", seconds(run.total_s))
     return (
         run.name,
-        f"{verdict.cost:,.10g}" if verdict.legal else "not legal",
+        cost if verdict.legal else "not legal",
         "-" if run.ratio is None else f"{run.ratio:.6f}",
         bound,
         f"{solution.gap:.2%}",

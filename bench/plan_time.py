@@ -1,16 +1,18 @@
 """How long planning takes, tracing included, compiling not: GPT-2 124M and GPT-3 175B's shape.
 
-    python -m bench.plan_time [--repeat 3] [--json FILE]
+    python -m bench.plan_time [--repeat 3] [--untied] [--json FILE]
 
 GPT-2 is planned for 8 H100s on a (2, 4) mesh, GPT-3 with 12 and with its 96 layers for 1,024 on (128, 8), without a
 memory limit (as written, without remat, batch 1024 fits no such cluster). Median of the repetitions; "growth" is
-that of the time after tracing from 12 to 96 layers.
+that of the time after tracing from 12 to 96 layers. `--untied` plans 96 layers of GPT-2's width on (2, 4) once with
+like layers tied, as always, and once with every layer free to choose, and compares the step times.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -30,10 +32,13 @@ from rich.table import Table
 
 from autoshard import autoshard
 from autoshard.ir import trace
+from autoshard.search import make_plan
 from bench.gpt import GPT2, GPT3, Size, make_step
 
 LIMITS_S = {"GPT-2 124M": 10.0, "GPT-3 175B": 60.0}
 """Most seconds planning may take on 2 cores."""
+
+UNTIED_LAYERS = 96
 
 GROWTH = 2.0
 """Most that the time after tracing may grow from 12 to 96 layers."""
@@ -79,9 +84,26 @@ def measure(name: str, size: Size, batch: int, devices: str, mesh: tuple[int, ..
     return Row(name, size.layers, mesh, time.perf_counter() - start, sum(traced), plan.solver)
 
 
+def compare_untied(layers: int) -> tuple[float, float, str]:
+    """Estimated step time untied over tied, seconds of planning untied, and how that plan was found."""
+    step, state, inputs = make_step(dataclasses.replace(GPT2, layers=layers), 64)
+    times: list[float] = []
+    took, solver = 0.0, ""
+    for tie in (True, False):
+        search = functools.partial(make_plan, tie=tie)
+        planned = autoshard(devices="h100x8", mesh=(2, 4), memory_limit="100TB", budget=120.0)(step)
+        start = time.perf_counter()
+        with mock.patch.object(planned, "_search", search):
+            plan = planned.plan(state, inputs)
+        took, solver = time.perf_counter() - start, plan.solver
+        times.append(plan.time_s)
+    return times[1] / times[0], took, solver
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plan time.")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--untied", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = [
@@ -111,9 +133,16 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(f"after tracing, 96 layers take {growth:.2f} times as long as 12 (allowed {GROWTH:.0f})")
+    untied = None
+    if args.untied:
+        ratio, took, solver = compare_untied(UNTIED_LAYERS)
+        untied = {"layers": UNTIED_LAYERS, "ratio": ratio, "seconds": took, "solver": solver}
+        console.print(
+            f"{UNTIED_LAYERS} untied layers: {ratio:.6f} of the tied plan's step time, {took:.0f} s; {solver}"
+        )
     if args.json:
         versions = {"python": platform.python_version(), "jax": jax.__version__}
-        record = {"versions": versions, "rows": [asdict(row) for row in rows], "growth": growth}
+        record = {"versions": versions, "rows": [asdict(row) for row in rows], "growth": growth, "untied": untied}
         args.json.write_text(json.dumps(record, indent=2))
 
 

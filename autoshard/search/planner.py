@@ -244,6 +244,8 @@ def _search(
     for _ in range(rounds):
         left = max(deadline - time.monotonic(), 0.5)
         solution = solve(problem, budget_s=left, seed=seed, starts=starts, gap=LIMIT_GAP)
+        if solution.stats.get("interrupted"):  # a search keeps its answer; who waits for a plan wants to stop
+            raise KeyboardInterrupt
         if not solution.choice:
             break
         curve = ground.memory.curve(solution.choice)

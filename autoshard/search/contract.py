@@ -4,6 +4,7 @@
     split edges        E_ij[s,t] = a[s] + b[t] (and any edge of a node with one choice) moves into the nodes
     followers          where each choice s of i leaves j a single finite one, j = f(s):
                            c_i[s] += c_j[f(s)] + E_ij[s, f(s)],   E_ik[s,.] += E_jk[f(s),.],   memory likewise
+    dominated          a choice is dropped if another one of its node never costs more and never holds more
     rows               that cannot break, or that a neighbour implies (`rows`), are dropped
     elimination        a node without memory and with at most two neighbours a, b becomes an edge of theirs:
                            E_ab[s,t] += min_r c[r] + E_a[s,r] + E_b[t,r]
@@ -22,7 +23,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.search.contract_kernels import FUNCTION, INVERSE, SPLIT, classify, consistent
+from autoshard.search.contract_kernels import FUNCTION, INVERSE, SPLIT, classify, consistent, undominated
 from autoshard.search.eliminate import Removed
 from autoshard.search.problem import Edge, Floats, Problem, Usage
 from autoshard.search.rows import keep_rows, needed_rows
@@ -31,6 +32,10 @@ Choices = NDArray[np.intp]
 
 GROWTH = 2.0
 """A node is eliminated if the table it leaves has at most this many times the entries of those that go."""
+
+
+ROUNDS = 1
+"""How often dominated choices are looked for: what the first round drops lets more be merged."""
 
 
 @final
@@ -75,10 +80,14 @@ class Core:
 def contract(problem: Problem) -> Core | None:
     """Presolves; None where no choice of all nodes has a finite cost at every edge."""
     work = _Contraction(problem)
-    while work.stale or work.dirty:
-        if not work.consistent():
-            return None
-        work.merge(work.functions())
+    for round_ in range(ROUNDS + 1):
+        while work.stale or work.dirty:
+            if not work.consistent():
+                return None
+            work.merge(work.functions())
+        work.settle()
+        if round_ == ROUNDS or not work.drop_dominated():
+            break
     return work.core()
 
 
@@ -95,6 +104,11 @@ class _Contraction:
             self.around[i].add(j)
             self.around[j].add(i)
         self.kept: list[Choices] = [np.arange(len(c)) for c in problem.costs]
+        self.usages: Sequence[Usage] = () if problem.limit is None else problem.usages
+        self.base = problem.base
+        # Since usages were last settled: which of the choices of then are left, and what was merged.
+        self.since = list(self.kept)
+        self.recent: list[int] = []
         self.leader: dict[int, tuple[int, Choices]] = {}
         self.order: list[int] = []
         self.followers: dict[int, list[int]] = {}
@@ -109,25 +123,19 @@ class _Contraction:
     def consistent(self) -> bool:
         """Drops what is never legal, until all of the rest may be; False if a node has nothing left."""
         self.stale = False
-        number = {i: k for k, i in enumerate(self.costs)}
-        size = np.array([len(c) for c in self.costs.values()], np.int64)
-        off = np.concatenate(([0], np.cumsum(size)))
+        off, number = self._numbers()
         cost = np.concatenate(list(self.costs.values())) if self.costs else np.zeros(0)
         alive = np.isfinite(cost).astype(np.int8)
-        tables = list(self.edges.values())
-        ends = np.array([number[i] for pair in self.edges for i in pair], np.int64).reshape(-1, 2)
-        flat, at = _flatten(tables)
-        if not consistent(alive, off, ends, at, flat):
+        flat, at = _flatten(list(self.edges.values()))
+        if not consistent(alive, off, self._ends(number), at, flat):
             return False
-        dropped = np.add.reduceat(1 - alive, off[:-1]) if len(size) else size
-        nodes = list(self.costs)
-        for k in np.flatnonzero(dropped).tolist():
-            self._drop(nodes[k], alive[off[k] : off[k + 1]].astype(bool))
+        self._keep(alive, off)
         return True
 
     def _drop(self, i: int, alive: NDArray[np.bool_]) -> None:
         self.costs[i] = self.costs[i][alive]
         self.kept[i] = self.kept[i][alive]
+        self.since[i] = self.since[i][alive]
         for j in self.followers.get(i, ()):
             self.leader[j] = (i, self.leader[j][1][alive])
         for j in self.around[i]:
@@ -190,6 +198,7 @@ class _Contraction:
             self.costs[end] = self.costs[end] + self.costs[v][which]
             self.leader[v] = (end, which)
             self.order.append(v)
+            self.recent.append(v)
             self.followers.setdefault(end, []).append(v)
         for i, j in touched:
             self._carry(i, j, ends)
@@ -226,13 +235,10 @@ class _Contraction:
         self.around[two].add(one)
         self.dirty.add((one, two))
 
-    def _held(self) -> tuple[tuple[Usage, ...], Floats, NDArray[np.intp]]:
-        """Usages of the nodes that are left, base, and the times of the rows that are needed."""
-        limit = self.problem.limit
-        if limit is None:
-            return (), np.zeros(0), np.zeros(0, np.intp)
+    def settle(self) -> None:
+        """Brings usages up to date: of nodes that are left, by the choices they have; base has what is always held."""
         ends: dict[int, tuple[int, Choices]] = {}  # of merged nodes: leader and choice by the leader's
-        for v in reversed(self.order):
+        for v in reversed(self.recent):
             above, which = self.leader[v]
             if above in ends:
                 end, step = ends[above]
@@ -240,9 +246,9 @@ class _Contraction:
             else:
                 ends[v] = (above, which)
         usages: list[Usage] = []
-        change = np.zeros(len(self.problem.base) + 1)
-        for u in self.problem.usages:
-            nbytes = u.nbytes[self.kept[u.node]]
+        change = np.zeros(len(self.base) + 1)
+        for u in self.usages:
+            nbytes = u.nbytes[self.since[u.node]]
             end = u.node
             if u.node in ends:
                 end, which = ends[u.node]
@@ -252,9 +258,44 @@ class _Contraction:
             change[u.end] -= least
             if nbytes.max() > least and u.start < u.end:
                 usages.append(Usage(end, u.start, u.end, nbytes - least))
-        base = self.problem.base + np.cumsum(change)[:-1]
-        times = needed_rows(tuple(usages), base, limit)
-        return *keep_rows(tuple(usages), base, times), times
+        self.usages = usages
+        self.base = self.base + np.cumsum(change)[:-1]
+        self.recent = []
+        for i, cost in self.costs.items():
+            self.since[i] = np.arange(len(cost))
+
+    def drop_dominated(self) -> bool:
+        """Drops choices that another one of the same node makes superfluous; usages must be settled.
+
+        Returns:
+          Whether there were any.
+        """
+        off, number = self._numbers()
+        cost = np.concatenate(list(self.costs.values())) if self.costs else np.zeros(0)
+        flat, at = _flatten(list(self.edges.values()))
+        held = sorted(self.usages, key=lambda u: number[u.node])
+        count = np.bincount([number[u.node] for u in held], minlength=len(number))
+        nbytes = np.concatenate([u.nbytes for u in held]) if held else np.zeros(0)
+        seg = np.concatenate(([0], np.cumsum(count))).astype(np.int64)
+        alive = undominated(off, cost, self._ends(number), at, flat, seg, nbytes)
+        self._keep(alive, off)
+        return not alive.all()
+
+    def _numbers(self) -> tuple[NDArray[np.int64], dict[int, int]]:
+        """Where the choices of each node that is left begin, and its number among them."""
+        size = [len(c) for c in self.costs.values()]
+        return np.concatenate(([0], np.cumsum(size))).astype(np.int64), {i: k for k, i in enumerate(self.costs)}
+
+    def _ends(self, number: dict[int, int]) -> NDArray[np.int64]:
+        return np.array([number[i] for pair in self.edges for i in pair], np.int64).reshape(-1, 2)
+
+    def _keep(self, alive: NDArray[np.int8], off: NDArray[np.int64]) -> None:
+        """Drops the choices that are not alive."""
+        if not len(alive):
+            return
+        nodes = list(self.costs)
+        for k in np.flatnonzero(np.add.reduceat(1 - alive, off[:-1])).tolist():
+            self._drop(nodes[k], alive[off[k] : off[k + 1]].astype(bool))
 
     def _eliminate(self, holds: set[int]) -> list[Removed]:
         """Minimises out nodes without memory and with few neighbours."""
@@ -296,7 +337,10 @@ class _Contraction:
 
     def core(self) -> Core:
         """The problem that is left, renumbered."""
-        usages, base, times = self._held()
+        limit = self.problem.limit
+        settled = tuple(self.usages)
+        times = np.zeros(0, np.intp) if limit is None else needed_rows(settled, self.base, limit)
+        usages, base = keep_rows(settled, self.base, times)
         merged = [Removed(v, (self.leader[v][0],), self.leader[v][1]) for v in self.order]
         merged += self._eliminate({u.node for u in usages})
         nodes = tuple(i for i in sorted(self.costs) if len(self.costs[i]) > 1)
@@ -307,7 +351,7 @@ class _Contraction:
             {(number[i], number[j]): edge for (i, j), edge in self.edges.items()},
             tuple(Usage(number[u.node], u.start, u.end, u.nbytes) for u in usages),
             base,
-            self.problem.limit,
+            limit,
         )
         return Core(problem, nodes, tuple(self.kept), tuple(merged), constant, times)
 

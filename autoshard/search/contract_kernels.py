@@ -156,3 +156,82 @@ def consistent(alive: Bytes, off: Ints, ends: Ints, at: Ints, flat: Floats) -> b
                 queue[(head + waiting) % nodes] = j
                 waiting += 1
     return True
+
+
+@kernel
+def undominated(off: Ints, cost: Floats, ends: Ints, at: Ints, flat: Floats, seg: Ints, held: Floats) -> Bytes:
+    """Whether each choice is needed: dropped if an earlier-kept one of its node never costs and never holds more.
+
+        c[a] - c[b] + sum over edges of max_t (E[a,t] - E[b,t]) <= 0   and   u[a] <= u[b] in every life
+
+    Args:
+      off, ends, at, flat: as in `consistent`.
+      cost: of each choice, finite.
+      seg: which lives each node has, from seg[i] until before seg[i + 1].
+      held: bytes of each life by choice, life after life in the order of nodes.
+    """
+    nodes = len(off) - 1
+    alive = np.ones(off[nodes], np.int8)
+    first = np.zeros(nodes + 1, np.int64)
+    for e in range(len(ends)):
+        first[ends[e, 0] + 1] += 1
+        first[ends[e, 1] + 1] += 1
+    for i in range(nodes):
+        first[i + 1] += first[i]
+    where = first.copy()
+    entry = np.empty(first[nodes], np.int64)
+    for e in range(len(ends)):
+        for side in range(2):
+            entry[where[ends[e, side]]] = e
+            where[ends[e, side]] += 1
+    begin = 0
+    for i in range(nodes):
+        o, k = off[i], off[i + 1] - off[i]
+        lives = seg[i + 1] - seg[i]
+        # The tables with the choices of i along the rows, side by side: what is compared lies together.
+        width = 0
+        for q in range(first[i], first[i + 1]):
+            j = ends[entry[q], 1] if ends[entry[q], 0] == i else ends[entry[q], 0]
+            width += off[j + 1] - off[j]
+        beside = np.empty((k, width))
+        stop = np.empty(first[i + 1] - first[i], np.int64)
+        column = 0
+        for q in range(first[i], first[i + 1]):
+            e = entry[q]
+            left = ends[e, 0] == i
+            j = ends[e, 1] if left else ends[e, 0]
+            n = off[j + 1] - off[j]
+            for s in range(k):
+                for t in range(n):
+                    beside[s, column + t] = flat[at[e] + (s * n + t if left else t * k + s)]
+            column += n
+            stop[q - first[i]] = column
+        for b in range(k):
+            for a in range(k):
+                if a == b or not alive[o + a]:
+                    continue
+                more = cost[o + a] - cost[o + b]
+                worse = False
+                for g in range(lives):
+                    if held[begin + g * k + a] > held[begin + g * k + b]:
+                        worse = True
+                        break
+                if worse:
+                    continue
+                column = 0
+                for q in range(len(stop)):
+                    most = -np.inf
+                    while column < stop[q]:
+                        here = beside[b, column]
+                        if here < np.inf:
+                            most = max(most, beside[a, column] - here)
+                        column += 1
+                    if most > -np.inf:
+                        more += most
+                    if more == np.inf:
+                        break
+                if more <= 0.0:
+                    alive[o + b] = 0
+                    break
+        begin += lives * k
+    return alive

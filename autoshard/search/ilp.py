@@ -1,4 +1,4 @@
-"""The sharding problem as an integer linear program, solved by python-mip (CBC).
+"""The sharding problem as an integer linear program, solved by python-mip (HiGHS).
 
     variables    x[i,s] in {0,1}      node i takes choice s
                  z[e,k] in [0,1]      the tuple of choices k is taken at table e of two or more nodes
@@ -21,6 +21,10 @@ import numpy as np
 
 from autoshard.search.eliminate import Table
 from autoshard.search.problem import Floats, Usage
+
+
+SOLVER = mip.HIGHS
+"""CBC (python-mip's default) is quicker on the smallest, but ended a process with "double free" under a time limit."""
 
 
 @final
@@ -83,7 +87,7 @@ def solve_ilp(program: Program, *, budget_s: float, start: dict[int, int] | None
       seed: of the solver.
     """
     scale = _scale(program.tables)
-    model: Any = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
+    model: Any = mip.Model(sense=mip.MINIMIZE, solver_name=SOLVER)
     model.verbose = 0
     model.seed = seed
     model.max_mip_gap = 1e-9  # its default would call 1e-4 optimal

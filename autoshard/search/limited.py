@@ -21,7 +21,7 @@ from autoshard.search.network import network
 from autoshard.search.problem import GAP, SLACK, Problem, Progress, Result, Shortage, Solution
 
 MEMORY_ENTRIES = 30_000
-"""Most entries of tables and memory rows together: with rows that bind CBC is far from proving more than that."""
+"""Most entries of tables and memory rows together: with rows that bind HiGHS is far from proving more than that."""
 
 
 @final

@@ -30,7 +30,7 @@ CORE_TABLE = 20_000
 """Largest table when the rest goes to the ILP, whose variables these entries become."""
 
 ILP_ENTRIES = 300_000
-"""Most table entries given to the ILP: CBC needs minutes to load more."""
+"""Most table entries given to the ILP: its solver needs minutes to load more."""
 
 LARGE = 600
 """Nodes from which on a problem is presolved and searched by the compiled loops, limit or not."""

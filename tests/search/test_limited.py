@@ -126,13 +126,14 @@ def test_the_search_alone_finds_nearly_all_optima_and_its_bounds_are_true(monkey
 
 
 def test_one_worker_repeats_itself() -> None:
-    problem = grid(0, 8)
+    problem = grid(0, 5)
     first, second = (run(problem, patience=3) for _ in range(2))
     assert first.choice == second.choice
     assert first.bound == second.bound
 
 
-def test_two_workers_agree_with_the_bound() -> None:
+def test_two_workers_agree_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "MEMORY_ENTRIES", -1)
     problem = grid(1, 8)
     effort = Effort(0, 1e-9, 20, 2, None)
     solution = solve_limited(problem, float("-inf"), time.monotonic() + 10.0, (), effort)

@@ -22,7 +22,6 @@ import numpy as np
 from autoshard.search.eliminate import Table
 from autoshard.search.problem import Floats, Usage
 
-
 SOLVER = mip.HIGHS
 """CBC (python-mip's default) is quicker on the smallest, but ended a process with "double free" under a time limit."""
 

@@ -114,6 +114,8 @@ def random_step(seed: int, moves: int = 5) -> Step:
         m, n = shapes[a]
         same = [i for i, shape in enumerate(shapes) if shape == (m, n)]
         b, weight = int(rng.choice(same)), len(weights)
+        if move == "heads" and n % 2:  # two heads need an even width
+            move = "tanh"
         made = (m, n)
         match move:
             case "matmul":

@@ -11,12 +11,10 @@ are always there, is written as nodes of its own. Costs are written as whole `UN
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import math
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -89,24 +87,11 @@ def read_instance(path: Path) -> Instance:
         raise InstanceError(
             explain(f"{path}: {error}", "a readable JSON file, gzipped or not", "check the path")
         ) from error
-    with _collection_paused():
-        try:
-            raw: Any = orjson.loads(data)
-        except ValueError as error:
-            raise _wrong(path, f"not JSON ({error})", "a JSON object", "download the file again") from error
-        return _Reader(path).instance(raw)
-
-
-@contextmanager
-def _collection_paused() -> Generator[None]:
-    """Millions of new objects, none of them garbage: collection would look at all of them again and again."""
-    was = gc.isenabled()
-    gc.disable()
     try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+        raw: Any = orjson.loads(data)
+    except ValueError as error:
+        raise _wrong(path, f"not JSON ({error})", "a JSON object", "download the file again") from error
+    return _Reader(path).instance(raw)
 
 
 def _wrong(path: Path, given: str, expected: str, hint: str) -> InstanceError:
@@ -134,7 +119,7 @@ class _Reader:
         unit = self.number(problem, "problem", "cost_unit") if "cost_unit" in problem else 1.0
         if not unit > 0:
             raise self.fail("problem.cost_unit", f"{unit}", "a positive number")
-        costs = self.tables(nodes, "costs")
+        costs = self.tables(nodes, "costs", unit=unit)
         usages = self.tables(nodes, "usages")
         self.same(nodes, ("intervals", "costs", "usages"), "problem.nodes")
         for i, (c, u) in enumerate(zip(costs, usages, strict=True)):
@@ -149,7 +134,6 @@ class _Reader:
         lives = self.lives(self.member(nodes, "problem.nodes", "intervals", list))
         held = [Usage(i, a, b, usages[i]) for i, (a, b) in enumerate(lives) if a < b]
         steps = max((b for _, b in lives), default=0)
-        costs = [_priced(c, unit) for c in costs]
         tables = self.edges(edges, costs, unit)
         made = Problem(tuple(costs), tables, tuple(held), np.zeros(steps), limit)
         name = problem.get("name", self.path.name)
@@ -175,14 +159,27 @@ class _Reader:
             stated = ", ".join(f"{n} {key}" for key, n in lengths.items())
             raise self.fail(place, stated, "the same number of each")
 
-    def tables(self, where: dict[str, Any], key: str, place: str = "problem.nodes") -> list[Floats]:
+    def tables(
+        self, where: dict[str, Any], key: str, place: str = "problem.nodes", unit: float | None = None
+    ) -> list[Floats]:
+        """The rows of numbers under a key; with a unit they are costs."""
         rows = self.member(where, place, key, list)
         place = f"{place}.{key}"
         found = [self.row(row, place, i) for i, row in enumerate(rows)]
-        if found and np.isnan(np.concatenate(found)).any():  # a null in the file; all at once, for there are many rows
+        if not found:
+            return found
+        flat = np.concatenate(found)  # there are many rows: what can be done for all at once is
+        if np.isnan(flat).any():  # a null in the file
             i = next(i for i, row in enumerate(found) if np.isnan(row).any())
             raise self.fail(f"{place}[{i}]", f"{str(rows[i])[:60]}", "a list of numbers")
-        return found
+        if unit is None:
+            return found
+        never = flat >= NEVER
+        if unit != 1.0:
+            flat *= unit
+        flat[never] = np.inf
+        ends = np.cumsum([len(row) for row in found]).tolist()
+        return [flat[end - len(row) : end] for row, end in zip(found, ends, strict=True)]
 
     def row(self, row: Any, place: str, i: int) -> Floats:
         try:
@@ -216,7 +213,7 @@ class _Reader:
     def edges(self, where: dict[str, Any], costs: list[Floats], unit: float) -> dict[Edge, Floats]:
         """Tables of pairs; appends nodes to `costs` for larger edges."""
         scopes = self.member(where, "problem.edges", "nodes", list)
-        rows = self.tables(where, "costs", "problem.edges")
+        rows = self.tables(where, "costs", "problem.edges", unit)
         self.same(where, ("nodes", "costs"), "problem.edges")
         sizes = [len(c) for c in costs]
         found: dict[Edge, Floats] = {}
@@ -236,18 +233,8 @@ class _Reader:
                     f"{flat.size} costs",
                     f"{math.prod(shape)} = {stated}, the strategies of nodes {nodes}",
                 )
-            _add_edge(costs, found, nodes, _priced(flat, unit).reshape(shape))
+            _add_edge(costs, found, nodes, flat.reshape(shape))
         return found
-
-
-def _priced(flat: Floats, unit: float) -> Floats:
-    """Costs from a file's numbers, in place."""
-    never = flat >= NEVER
-    if unit != 1.0:
-        flat *= unit
-    if never.any():
-        flat[never] = np.inf
-    return flat
 
 
 def _add_edge(costs: list[Floats], edges: dict[Edge, Floats], nodes: list[int], table: Floats) -> None:

@@ -149,10 +149,10 @@ class Search:
     def offer(self, x: Ints) -> bool:
         """Takes an answer in if it is legal and better; says whether it is legal."""
         net = self.net
-        cost = kernels.cost_of(x, net.size, net.off, net.cost, net.adj, net.other, net.tab, net.table)
+        cost = kernels.cost_of(x, net.size, net.off, net.cost, *net.links)
         if cost >= BIG:
             return False
-        use = kernels.use_of(x, net.base, net.seg, net.start, net.end, net.at, net.held)
+        use = kernels.use_of(x, net.base, *net.memory)
         excess = float(use.max(initial=0.0)) - CAPACITY
         with self._lock:
             if excess > 0:
@@ -244,27 +244,12 @@ class _Worker:
         self.price(self.prices)
         kernels.gather(net.size, net.off, self.priced, self.moved, net.msg, net.adj, self.node)
         for forward in (True, False):
-            kernels.send(
-                forward,
-                net.size,
-                net.off,
-                self.node,
-                self.moved,
-                net.msg,
-                net.back,
-                net.adj,
-                net.other,
-                net.tab,
-                net.table,
-                x,
-            )
+            kernels.send(forward, net.size, net.off, self.node, self.moved, net.msg, net.back, *net.links, x)
 
     def bound(self) -> float:
         """The lower bound that messages and prices give."""
         net = self.net
-        inner = kernels.bound_of(
-            net.size, net.off, self.node, self.moved, net.msg, net.back, net.adj, net.other, net.tab, net.table
-        )
+        inner = kernels.bound_of(net.size, net.off, self.node, self.moved, net.msg, net.back, *net.links)
         return inner + float(self.prices @ (net.base - CAPACITY))
 
     def climb(self, slack: Floats, rise: float) -> None:
@@ -331,54 +316,23 @@ class _Worker:
                 cost = self.priced
             self.move(y, cost)
             kernels.accept(
-                x,
-                y,
-                net.size,
-                net.off,
-                cost if warm else net.cost,
-                net.adj,
-                net.other,
-                net.tab,
-                net.table,
-                use,
-                CAPACITY,
-                net.seg,
-                net.start,
-                net.end,
-                net.at,
-                net.held,
-                warm,
+                x, y, net.size, net.off, cost if warm else net.cost, *net.links, use, CAPACITY, *net.memory, warm
             )
         kernels.descend(
-            x,
-            self.rng.permutation(len(x)),
-            net.size,
-            net.off,
-            net.cost,
-            net.adj,
-            net.other,
-            net.tab,
-            net.table,
-            use,
-            CAPACITY,
-            net.seg,
-            net.start,
-            net.end,
-            net.at,
-            net.held,
+            x, self.rng.permutation(len(x)), net.size, net.off, net.cost, *net.links, use, CAPACITY, *net.memory
         )
         self.search.offer(x)
-        return kernels.cost_of(x, net.size, net.off, net.cost, net.adj, net.other, net.tab, net.table)
+        return kernels.cost_of(x, net.size, net.off, net.cost, *net.links)
 
     def price(self, prices: Floats) -> None:
         net = self.net
-        kernels.price(net.size, net.off, net.cost, net.seg, net.start, net.end, net.at, net.held, prices, self.priced)
+        kernels.price(net.size, net.off, net.cost, *net.memory, prices, self.priced)
 
     def use(self, x: Ints) -> Floats:
         net = self.net
-        return kernels.use_of(x, net.base, net.seg, net.start, net.end, net.at, net.held)
+        return kernels.use_of(x, net.base, *net.memory)
 
     def move(self, x: Ints, cost: Floats) -> None:
         net = self.net
         order = self.rng.permutation(len(x))
-        kernels.move_forest(x, order, net.size, net.off, cost, net.adj, net.other, net.tab, net.table)
+        kernels.move_forest(x, order, net.size, net.off, cost, *net.links)

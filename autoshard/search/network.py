@@ -54,6 +54,16 @@ class Network:
     held: Floats
     base: Floats
 
+    @property
+    def links(self) -> tuple[Ints, Ints, Ints, Floats]:
+        """Adjacency and tables, as kernels take them."""
+        return self.adj, self.other, self.tab, self.table
+
+    @property
+    def memory(self) -> tuple[Ints, Ints, Ints, Ints, Floats]:
+        """Memory segments, as kernels take them."""
+        return self.seg, self.start, self.end, self.at, self.held
+
 
 def network(problem: Problem) -> Network:
     """The arrays of a problem; its nodes must have choices."""

@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from autoshard.search.contest import Verdict, judge, read_instance
-from autoshard.search.problem import GAP, Problem, Progress, Solution, Usage
+from autoshard.search.problem import GAP, Progress, Solution
 from autoshard.search.solve import solve
 
 BEST = {
@@ -128,11 +128,8 @@ def _collection_paused() -> Generator[None]:
 
 def warm_up() -> float:
     """Compiles the solver's loops, or loads them from numba's cache; the seconds it took."""
+    from autoshard.search.limited import compile_loops  # loads numba
+
     begun = time.monotonic()
-    nodes, limit = 8, 12.0
-    ring = {(i, (i + 1) % nodes): np.arange(9.0).reshape(3, 3) ** 2 % 7 for i in range(nodes - 1)}
-    usages = tuple(Usage(i, 0, 1 + i % 2, np.array([3.0, 2.0, 1.0])) for i in range(nodes))
-    costs = tuple(np.array([0.0, 1.0, 2.0]) for _ in range(nodes))
-    problem = Problem(costs, ring, usages, np.zeros(2), limit)
-    solve(problem, budget_s=60.0, seed=0, workers=1, patience=2)
+    compile_loops()
     return time.monotonic() - begun

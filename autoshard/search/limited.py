@@ -7,6 +7,7 @@ ilp           where the core is small: the proof, and what is missing if nothing
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from autoshard.search.contract import contract
 from autoshard.search.ilp import Memory, Program, solve_ilp
 from autoshard.search.lagrange import Search
 from autoshard.search.network import network
-from autoshard.search.problem import GAP, SLACK, Problem, Progress, Result, Shortage, Solution
+from autoshard.search.problem import GAP, SLACK, Problem, Progress, Result, Shortage, Solution, Usage
 
 MEMORY_ENTRIES = 30_000
 """Most entries of tables and memory rows together: with rows that bind HiGHS is far from proving more than that."""
@@ -41,6 +42,8 @@ def solve_limited(
 ) -> Solution:
     """Presolve, search under prices, and the ILP where the core is small.
 
+    Compiling the loops, the first time in a process, does not count against the deadline.
+
     Args:
       problem: what to solve.
       bound: a lower bound that is known already.
@@ -49,6 +52,9 @@ def solve_limited(
       effort: how to search.
     """
     gap = effort.gap
+    begun = time.monotonic()
+    compile_loops()
+    deadline += time.monotonic() - begun
     core = contract(problem)
     if core is None:
         stats: dict[str, Any] = {"engine": "presolve", "nodes": 0}
@@ -95,6 +101,18 @@ def solve_limited(
     cost = problem.cost(choice)
     proved = proved or cost - bound <= GAP * abs(cost)
     return Solution(choice, Result.OPTIMAL if proved else Result.FEASIBLE, cost, cost if proved else bound, stats)
+
+
+@functools.cache
+def compile_loops() -> None:
+    """Compiles the loops of presolve and search, or loads them from numba's cache, by solving a small problem."""
+    nodes = 8
+    ring = {(i, i + 1): np.arange(9.0).reshape(3, 3) ** 2 % 7 for i in range(nodes - 1)}
+    usages = tuple(Usage(i, 0, 1 + i % 2, np.array([3.0, 2.0, 1.0])) for i in range(nodes))
+    problem = Problem(tuple(np.array([0.0, 1.0, 2.0]) for _ in range(nodes)), ring, usages, np.zeros(2), 12.0)
+    core = contract(problem)
+    assert core is not None, "every choice is allowed"
+    Search(network(core.problem), []).run(time.monotonic() + 600.0, seed=0, workers=1, patience=2, gap=0.0)
 
 
 def _exact(

@@ -124,6 +124,9 @@ class Search:
     def _guard(self, worker: _Worker, rules: Rules) -> None:
         try:
             worker.run(rules)
+        except KeyboardInterrupt:  # from `tell`
+            self.interrupted = True
+            self.stop.set()
         except Exception as error:  # to be raised where `run` was called
             self._failure = error
             self.stop.set()

@@ -84,20 +84,25 @@ def solve_limited(
         exact = _exact(small, best, deadline, effort.seed, search.interrupted)
         if exact is not None:
             stats["engine"] = "presolve, prices, ILP"
-            proved = proved or exact.result in (Result.OPTIMAL, Result.INFEASIBLE)
+            # "Infeasible" beside a legal answer is the ILP's tolerance: no proof.
+            if exact.result is not Result.INFEASIBLE or best is None:
+                proved = proved or exact.result in (Result.OPTIMAL, Result.INFEASIBLE)
+                bound = max(bound, exact.bound + core.constant)
             shortage = exact.shortage
-            bound = max(bound, exact.bound + core.constant)
             if exact.choice and exact.cost + core.constant < cost:
                 best, cost = exact.choice, exact.cost + core.constant
-    if best is None:
+    # Starts that presolve excluded (another choice is as good) are answers too.
+    answers = [tuple(s) for s in starts if problem.fits(s) and np.isfinite(problem.cost(s))]
+    if best is not None:
+        answers.append(core.expand(best))
+    if not answers:
         if shortage is None and search.closest is not None:
             shortage = _shortage(small, search.closest.tolist())
         if shortage is not None:
             shortage = replace(shortage, time=int(core.times[shortage.time]))
         result = Result.INFEASIBLE if proved else Result.UNKNOWN
         return Solution((), result, float("inf"), float("inf") if proved else bound, stats, shortage)
-    legal = [tuple(s) for s in starts if problem.fits(s)]
-    choice = min((core.expand(best), *legal), key=problem.cost)
+    choice = min(answers, key=problem.cost)
     cost = problem.cost(choice)
     proved = proved or cost - bound <= GAP * abs(cost)
     return Solution(choice, Result.OPTIMAL if proved else Result.FEASIBLE, cost, cost if proved else bound, stats)

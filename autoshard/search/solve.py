@@ -67,7 +67,7 @@ def solve(
     bound = float("-inf")
     if len(problem.costs) < LARGE:
         relaxed = _unconstrained(problem, deadline, seed, starts)
-        if relaxed.result is Result.INFEASIBLE or problem.fits(relaxed.choice):
+        if relaxed.result is Result.INFEASIBLE or (relaxed.choice and problem.fits(relaxed.choice)):
             return relaxed
         bound = relaxed.bound
     from autoshard.search.limited import Effort, solve_limited  # loads numba: half a second that most plans do not need

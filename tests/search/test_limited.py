@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -184,3 +185,35 @@ def grid(seed: int, side: int) -> Problem:
     usages = tuple(Usage(i, i // side, i // side + 3, np.array([4.0, 3.0, 2.0, 1.0])) for i in range(count))
     costs = tuple(np.sort(rng.random(4)) for _ in range(count))
     return Problem(costs, edges, usages, np.zeros(side + 2), 6.0 * side)
+
+
+def test_a_legal_start_is_kept_even_if_the_search_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first node takes a choice that presolve drops: another one costs and holds less."""
+    monkeypatch.setattr(limited, "MEMORY_ENTRIES", -1)
+    problem = grid(5, 6)
+    start = (3,) * 36
+    worse = Problem(
+        (np.append(problem.costs[0], 50.0), *problem.costs[1:]),
+        {key: np.vstack([e, e.max(axis=0)]) if key[0] == 0 else e for key, e in problem.edges.items()},
+        tuple(Usage(u.node, u.start, u.end, np.append(u.nbytes, 1.0)) if u.node == 0 else u for u in problem.usages),
+        problem.base,
+        problem.limit,
+    )
+    start = (4, *start[1:])
+    assert worse.fits(start)
+    solution = solve_limited(worse, float("-inf"), time.monotonic(), [start], Effort(0, 0.0, 1, 1, None))
+    assert solution.choice
+    assert solution.cost <= worse.cost(start)
+
+
+def test_interrupting_from_any_thread() -> None:
+    """`tell` runs in the thread that found something."""
+
+    def tell(progress: Progress) -> None:
+        if np.isfinite(progress.cost) and threading.current_thread() is not threading.main_thread():
+            raise KeyboardInterrupt
+
+    effort = Effort(0, 0.0, 10**9, 2, tell)
+    solution = solve_limited(grid(6, 16), float("-inf"), time.monotonic() + 30.0, (), effort)
+    assert solution.choice
+    assert solution.stats["interrupted"]

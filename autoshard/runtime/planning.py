@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -27,7 +26,7 @@ from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.target import Target, is_explicit
-from autoshard.search import make_plan, prepare
+from autoshard.search import collection_paused, make_plan, prepare
 
 OnEvent = Callable[[str, Any], None]
 
@@ -66,18 +65,6 @@ class Library:
 
     made: Sequence[Planned] = ()
     loaded: Sequence[Plan] = ()
-
-
-@contextlib.contextmanager
-def collection_paused() -> Generator[None]:
-    """No garbage collection inside: planning keeps millions of objects alive that the collector walks for nothing."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @collection_paused()

@@ -3,6 +3,7 @@
 from .benchmark import Run as Run
 from .benchmark import run_instance as run_instance
 from .benchmark import warm_up as warm_up
+from .collection import collection_paused as collection_paused
 from .contest import Instance as Instance
 from .contest import Verdict as Verdict
 from .contest import judge as judge

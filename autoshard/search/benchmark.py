@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
+from autoshard.search.collection import collection_paused
 from autoshard.search.contest import Verdict, judge, read_instance
 from autoshard.search.problem import GAP, Progress, Solution
 from autoshard.search.solve import solve
@@ -99,7 +98,7 @@ def run_instance(
       InstanceError: the file is malformed.
     """
     begun = time.monotonic()
-    with _collection_paused():
+    with collection_paused():
         instance = read_instance(path)
         read_s = time.monotonic() - begun
         left = max(time_limit_s - MARGIN_S - read_s, 0.0)
@@ -112,18 +111,6 @@ def run_instance(
     # Linux counts kilobytes, macOS bytes.
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Run(instance.name, answer, verdict, solution, read_s, total_s, rss)
-
-
-@contextmanager
-def _collection_paused() -> Generator[None]:
-    """Millions of new objects, none of them garbage: collection would look at all of them again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def warm_up() -> float:

@@ -211,6 +211,7 @@ def test_malformed_files_are_refused_with_the_place(place: str, tmp_path: Path) 
         (gzip.compress(b"{}")[:-4], "gzipped|ended"),
         (b"\x1f\x8bnonsense", "readable JSON file"),
     ],
+    ids=["broken-json", "a-list", "truncated-gzip", "broken-gzip"],
 )
 def test_files_that_are_no_json_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"

@@ -11,12 +11,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 from autoshard.errors import PlanError, explain
 from autoshard.ir import Equation, Graph, MeshShape, Spec, Value, print_graph
+from autoshard.timeline import NO_TIMELINE, Lane, MemoryCurve, OperatorCost, Span, Timeline
 
-FORMAT = 1
+T = TypeVar("T")
+
+FORMAT = 2
 """Version of the JSON form."""
 
 
@@ -169,6 +172,7 @@ class Plan:
       why: what was chosen and what was refused, one line each.
       solver: engine, result and gap.
       donated: flat inputs whose buffers are reused.
+      timeline: the simulated step.
       compiler: compiles the program the plan was made for; not saved, None for a plan read from a file.
     """
 
@@ -193,6 +197,7 @@ class Plan:
     why: tuple[str, ...]
     solver: str
     donated: tuple[int, ...] = field(default=())
+    timeline: Timeline = NO_TIMELINE
     compiler: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -337,6 +342,10 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in cast("list[Any]", value)) if isinstance(value, list) else value
 
 
+def _rows(kind: Callable[..., T], rows: list[dict[str, Any]]) -> tuple[T, ...]:
+    return tuple(kind(**{k: _tuples(v) for k, v in row.items()}) for row in rows)
+
+
 def _decode_plan(text: str) -> Plan:
     todo = "save plans with plan.to_json(), or plan again"
     try:
@@ -363,7 +372,14 @@ def _decode_plan(text: str) -> Plan:
             ("reshardings", Resharding),
             ("alternatives", Alternative),
         ):
-            made[name] = tuple(kind(**{k: _tuples(v) for k, v in row.items()}) for row in raw[name])
+            made[name] = _rows(kind, raw[name])
+        times = raw["timeline"]
+        made["timeline"] = Timeline(
+            _rows(Lane, times["lanes"]),
+            _rows(Span, times["spans"]),
+            _rows(MemoryCurve, times["memory"]),
+            _rows(OperatorCost, times["costs"]),
+        )
         return Plan(**made)
     except (TypeError, KeyError, AttributeError) as error:
         raise PlanError(explain(f"a damaged plan: {error}", "a plan written by Plan.to_json", todo)) from error

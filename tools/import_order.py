@@ -1,6 +1,6 @@
 """Holds the floor plan: what may import what, and where private JAX may be used.
 
-    errors, jax_compat < ir < cluster < plan < costmodel < passes < search < runtime < api < demo < cli
+    errors, jax_compat < ir < cluster < timeline < plan < costmodel < passes < search < runtime < api < demo < cli
 
 A unit is one of these: a folder of `autoshard` or a module directly in it. Every import is read from the syntax tree,
 wherever it stands (in functions and under TYPE_CHECKING too). Refused are:
@@ -34,7 +34,8 @@ FLOORS = (
     ("ir",),
     ("hardware",),  # what cluster.py hands on
     ("cluster",),
-    ("plan", "show"),  # a plan prints itself with show.py, which reads plans
+    ("timeline",),
+    ("plan", "show", "report"),  # a plan prints itself with show.py, which reads plans
     ("dump",),
     ("costmodel",),
     ("passes",),

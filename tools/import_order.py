@@ -30,7 +30,7 @@ from typing import final
 
 FLOORS = (
     ("errors",),
-    ("jax_compat",),
+    ("jax_compat", "loops"),
     ("ir",),
     ("hardware",),  # what cluster.py hands on
     ("cluster",),

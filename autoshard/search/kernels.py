@@ -2,35 +2,21 @@
 
 Compiled once a machine and kept in numba's cache. They hold no lock, so that two searches run on two cores.
 """
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-import numba
 import numpy as np
-from numpy.typing import NDArray
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.int8]
+from autoshard.loops import Bytes as Bytes
+from autoshard.loops import Floats as Floats
+from autoshard.loops import Ints as Ints
+from autoshard.loops import kernel as kernel
 
 BIG = 1e30
 """Stands for an infinite cost: sums of these stay finite."""
 
 FAR = 1e300
-
-
-def kernel(fun: Callable[P, R]) -> Callable[P, R]:
-    """Compiles a function when it is first called; what a type checker wrapped around it is taken off."""
-    compiled: Any = numba.njit(cache=True, nogil=True)(inspect.unwrap(fun))
-    return compiled
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""What a step is predicted to do over time: lanes of spans, memory, and cost by operator. Part of a plan, saved with it.
+"""What a step is predicted to do over time: lanes of spans, memory, cost by operator. Part of a plan, saved with it.
 
 Devices that do the same are one group, named by their numbers, so that a plan for 1,024 of them is as small as one for
 eight.

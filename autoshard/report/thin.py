@@ -1,7 +1,7 @@
 """Long timelines made short enough for a page: neighbouring spans joined, memory curves without their small steps.
 
 A timeline with no more than the page's most is kept as it is. Otherwise neighbours in a lane are joined while the
-result is no longer than a resolution, which doubles until few enough are left; busy time and counts are kept, so that nothing
+result is no longer than a resolution, which doubles until few enough are left. Busy time and counts are kept: nothing
 is lost but the order within a joined span.
 """
 

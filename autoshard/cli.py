@@ -1,4 +1,4 @@
-"""The command line: `autoshard demo | plan | explain | diff | compile | bench`."""
+"""The command line: `autoshard demo | plan | explain | diff | report | compile | bench`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from autoshard.errors import ArgumentError, AutoshardError, PlanError, explain
 from autoshard.ir import print_spec
 from autoshard.load import load_step
 from autoshard.plan import Plan
+from autoshard.report import write_report
 from autoshard.search import Progress, Run, run_instance, warm_up
 from autoshard.show import plan_view, seconds, size_text
 
@@ -117,6 +118,22 @@ def diff(
         if left != right:
             table.add_row(path, left, right)
     console.print(table)
+
+
+@app.command("report")
+def report_command(
+    file: Annotated[str, typer.Argument(help="a plan written by `autoshard plan -o`")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="the page; the plan's name with .html if left out")
+    ] = "",
+) -> None:
+    """Writes a plan as one HTML page that works without a network: timeline, memory, shardings, costs."""
+    made = _read(file)
+    page = Path(output) if output else Path(file).with_suffix(".html")
+    if page.exists() and page.samefile(file):
+        raise ArgumentError(explain(f"{page} is the plan itself", "another file for the page", "name one with -o"))
+    write_report(made, page)
+    console.print(f"written to {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("compile")
@@ -287,7 +304,7 @@ def _plan(target: str, inputs: str, options: dict[str, Any]) -> Plan:
 def _read(file: str) -> Plan:
     try:
         return Plan.from_json(Path(file).read_text())
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
             explain(f"{file}: {error}", "a plan written by `autoshard plan -o`", "check the path")
         ) from error

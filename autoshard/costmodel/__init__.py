@@ -24,6 +24,9 @@ from .memory import find_buffers as find_buffers
 from .memory import peak_memory as peak_memory
 from .memory_program import WHOLE as WHOLE
 from .memory_program import Sharding as Sharding
+from .pipeline_law import Block as Block
+from .pipeline_law import pipeline_latency_s as pipeline_latency_s
+from .pipeline_law import pipeline_tasks as pipeline_tasks
 from .reshard import path_collectives as path_collectives
 from .reshard import rematerializes as rematerializes
 from .reshard import reshard_collectives as reshard_collectives
@@ -34,7 +37,14 @@ from .roofline import local_work as local_work
 from .roofline import matrix_occupancy as matrix_occupancy
 from .roofline import time_s as time_s
 from .roofline import work_time_s as work_time_s
+from .simulator import Change as Change
+from .simulator import Simulation as Simulation
+from .simulator import simulate as simulate
 from .stream_rules import RANDOM_FLOPS as RANDOM_FLOPS
+from .task_graph import SharedLink as SharedLink
+from .task_graph import Stream as Stream
+from .task_graph import TaskGraph as TaskGraph
+from .task_graph import TaskGraphBuilder as TaskGraphBuilder
 from .work import Matrix as Matrix
 from .work import Work as Work
 from .work import WorkKind as WorkKind

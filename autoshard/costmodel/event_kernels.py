@@ -3,7 +3,9 @@
 Times are whole ticks. Everything that decides what happens next is a difference of times, so a state that recurs a
 thousand ticks later goes on exactly as before, a thousand ticks later: that is what re-simulation rests on.
 """
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# (numbers out of arrays are integers here)
 
 from __future__ import annotations
 

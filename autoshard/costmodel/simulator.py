@@ -179,7 +179,7 @@ def memory_over_time(
         times, inverse = np.unique(at, return_inverse=True)
         total = np.zeros(len(times), np.int64)
         np.add.at(total, inverse, change)
-        found[device] = times * TICK_S, np.cumsum(total)
+        found[device] = (times * TICK_S).astype(np.float64), np.cumsum(total)
     return found
 
 
@@ -389,7 +389,8 @@ def _busy_s(graph: TaskGraph, held: Ints) -> tuple[NDArray[np.float64], NDArray[
     slowest = np.full(graph.size, np.inf)
     np.minimum.at(slowest, owner, rate[numbers])
     alone = graph.work[owner] * slowest[owner] / rate[numbers]
-    return streams, np.bincount(numbers, weights=alone, minlength=len(graph.links)) * TICK_S
+    links = np.bincount(numbers, weights=alone, minlength=len(graph.links)) * TICK_S
+    return streams.astype(np.float64), links.astype(np.float64)
 
 
 def _circle(graph: TaskGraph) -> ArgumentError:

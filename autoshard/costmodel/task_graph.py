@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import cast, final
 
 import networkx as nx
 import numpy as np
@@ -261,7 +261,7 @@ def lists(rows: Sequence[Sequence[int]]) -> Lists:
 def cycle_text(graph: TaskGraph) -> str:
     """The names along a cycle of `after`; there must be one."""
     edges: list[tuple[int, int]] = [(p, i) for i in range(graph.size) for p in graph.row(graph.after, i)]
-    walk: Any = nx.find_cycle(nx.DiGraph(edges))  # pyright: ignore[reportUnknownMemberType]
+    walk = cast("list[tuple[int, int]]", nx.find_cycle(nx.DiGraph(edges)))  # pyright: ignore[reportUnknownMemberType]
     return " -> ".join(f"{first} ({graph.names[first]})" for first, _ in walk)
 
 

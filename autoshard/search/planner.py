@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.costmodel import Lives, find_lives, materialized, peak_memory
+from autoshard.costmodel import Buffers, Lives, find_lives, materialized, peak_memory
 from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
 from autoshard.passes import DuplicateCheap, run_passes
@@ -25,6 +25,7 @@ from autoshard.search.ops import Ops, list_ops
 from autoshard.search.pricing import Pricer
 from autoshard.search.problem import Problem, Solution
 from autoshard.search.record import record_plan
+from autoshard.search.schedule import Schedule, schedule, timeline
 from autoshard.search.solve import solve
 from autoshard.search.templates import restrict, templates
 from autoshard.show import size_text
@@ -97,6 +98,26 @@ class Ground:
     model: Model
     memory: MemoryTable
 
+    @property
+    def least_share(self) -> float:
+        """What overlap leaves of the time without it, at least: compute and collectives side by side."""
+        return 0.5 if self.pricer.overlaps else 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Exact:
+    """An answer carried out.
+
+    Attributes:
+      layout: the sharding of everything.
+      buffers: its memory; `memory`: the parts of their peak.
+    """
+
+    layout: Layout
+    buffers: Buffers
+    memory: Memory
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +128,10 @@ class Candidate:
       name: "search" or the template's.
       ground: what it was found on.
       solution: of the solver.
-      time_s: estimated step time.
+      time_s: estimated step time; without overlap until it has a schedule.
       peak_bytes: estimated peak on one device.
-      exact: its layout and the parts of its peak, None where only the rows' estimate is known.
+      exact: carried out, None where only the rows' estimate is known.
+      schedule: its simulated step, None before.
     """
 
     name: str
@@ -117,7 +139,8 @@ class Candidate:
     solution: Solution
     time_s: float
     peak_bytes: int
-    exact: tuple[Layout, Memory] | None = None
+    exact: Exact | None = None
+    schedule: Schedule | None = None
 
 
 def prepare(graph: Graph, on_event: OnEvent | None = None) -> Graph:
@@ -171,22 +194,26 @@ def make_plan(
     if chosen is None:
         enough = _larger(task, cluster, mesh, found, seed)
         raise InfeasibleError(_does_not_fit(found, limit, cluster, enough))
-    best, layout, memory, found = chosen
-    ground = best.ground
+    best, found = chosen
+    ground, exact, made = best.ground, best.exact, best.schedule
+    assert exact is not None, "a chosen answer has been carried out"
+    assert made is not None, "and simulated"
     plan = record_plan(
         task.graph,
         task.ops,
         info,
         cluster,
         ground.mesh,
-        layout,
-        memory,
+        exact.layout,
+        made.time_s,
+        exact.memory,
         limit,
         best.name,
         best.solution,
         tuple(_alternatives(found, best, limit)),
         pins,
         ground.pricer.times(),
+        timeline(made, exact.layout, exact.buffers, ground.mesh, ground.pricer),
     )
     tell("plan", plan)
     return plan
@@ -254,8 +281,8 @@ def _search(
         exact = None
         if rounds > 1 and peak > task.limit / TIGHT:
             exact = _exact(task, ground, solution)
-            allowed = min(allowed, task.limit - (exact[1].peak_bytes - peak))
-            peak = max(peak, exact[1].peak_bytes)
+            allowed = min(allowed, task.limit - (exact.memory.peak_bytes - peak))
+            peak = max(peak, exact.memory.peak_bytes)
         candidate = Candidate(name, ground, solution, seconds, peak, exact)
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
@@ -272,25 +299,39 @@ def _search(
     return best
 
 
-def _choose(task: Task, found: list[Candidate]) -> tuple[Candidate, Layout, Memory, list[Candidate]] | None:
-    """The quickest answer that fits, its layout and memory, and all answers with what is known of their peaks.
+def _choose(task: Task, found: list[Candidate]) -> tuple[Candidate, list[Candidate]] | None:
+    """The quickest simulated answer that fits, and all answers with what is known of their times and peaks.
 
-    None where none fits; `found` then holds the peaks.
+    None where none fits; `found` then holds the peaks. A step with overlap takes at least half of what it takes
+    without, so answers more than twice as slow as the best are not simulated.
     """
-    known: dict[int, Candidate] = {}
-    for c in sorted(found, key=lambda c: (c.time_s, c.peak_bytes, c.name != "search")):
-        if c.peak_bytes > task.limit:
+    best: Candidate | None = None
+    order = sorted(range(len(found)), key=lambda k: (found[k].time_s, found[k].peak_bytes, found[k].name != "search"))
+    for k in order:
+        c = found[k]
+        if c.peak_bytes > task.limit or (best is not None and c.time_s * c.ground.least_share >= best.time_s):
             continue
-        layout, memory = c.exact or _exact(task, c.ground, c.solution)
-        known[id(c)] = replace(c, peak_bytes=memory.peak_bytes)
-        if memory.peak_bytes <= task.limit:
-            return known[id(c)], layout, memory, [known.get(id(other), other) for other in found]
-    found[:] = [known.get(id(c), c) for c in found]
+        found[k] = c = _scheduled(task, c)
+        if best is not None and c.time_s >= best.time_s:
+            continue
+        exact = c.exact or _exact(task, c.ground, c.solution)
+        found[k] = c = replace(c, exact=exact, peak_bytes=exact.memory.peak_bytes)
+        if c.peak_bytes <= task.limit:
+            best = c
+    if best is not None:
+        return best, found
     least = min(found, key=lambda c: c.peak_bytes, default=None)
     if least is not None and least.exact is None:  # by the rows only: it may be more
-        _, memory = _exact(task, least.ground, least.solution)
-        found[found.index(least)] = replace(least, peak_bytes=max(least.peak_bytes, memory.peak_bytes))
+        exact = _exact(task, least.ground, least.solution)
+        found[found.index(least)] = replace(least, peak_bytes=max(least.peak_bytes, exact.memory.peak_bytes))
     return None
+
+
+def _scheduled(task: Task, c: Candidate) -> Candidate:
+    """The answer with its simulated step."""
+    layout = c.exact.layout if c.exact is not None else lay_out(c.ground.model, c.solution.choice, c.ground.pricer)
+    made = schedule(task.ops, layout, c.ground.pricer)
+    return replace(c, schedule=made, time_s=made.time_s)
 
 
 def _larger(task: Task, cluster: Cluster, mesh: MeshShape | None, found: list[Candidate], seed: int) -> str:
@@ -316,18 +357,14 @@ def _larger(task: Task, cluster: Cluster, mesh: MeshShape | None, found: list[Ca
     return f"more devices alone do not help: not even {tried} would do" if tried else ""
 
 
-def _exact(task: Task, ground: Ground, solution: Solution) -> tuple[Layout, Memory]:
+def _exact(task: Task, ground: Ground, solution: Solution) -> Exact:
     """An answer carried out, and its peak."""
-    layout = lay_out(ground.model, solution.choice, ground.pricer)
-    return layout, _memory(task, layout, ground.pricer)
-
-
-def _memory(task: Task, layout: Layout, pricer: Pricer) -> Memory:
-    """The estimated peak by parts."""
+    layout, pricer = lay_out(ground.model, solution.choice, ground.pricer), ground.pricer
     buffers = answer_buffers(task.graph, task.ops, layout, pricer, task.donated, task.written.__contains__)
     peak = peak_memory(buffers)
     state = sum(local_bytes(v.aval, layout.spec[v], pricer.sizes) for v in task.state)
-    return Memory(state, peak.inputs_bytes - state, peak.outputs_bytes, peak.temporary_bytes)
+    memory = Memory(state, peak.inputs_bytes - state, peak.outputs_bytes, peak.temporary_bytes)
+    return Exact(layout, buffers, memory)
 
 
 def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, kind: str) -> Task:

@@ -75,6 +75,7 @@ class Pricer:
       cluster: the devices and links.
       mesh: axes and sizes.
       sizes: the same as a mapping.
+      overlaps: whether collectives run beside compute: XLA makes them asynchronous on GPUs, on CPUs it does not.
     """
 
     def __init__(self, cluster: Cluster, mesh: MeshShape, materialized: Callable[[Value], bool]) -> None:
@@ -82,6 +83,7 @@ class Pricer:
         self.mesh = mesh
         self.sizes = dict(mesh)
         self._device = cluster.device(0)
+        self.overlaps = self._device.kind != "cpu"
         self._materialized = materialized
         self._routes: dict[Any, Route] = {}
         self._steps: dict[tuple[tuple[int, ...], int], dict[tuple[Spec, Spec], float]] = {}

@@ -35,6 +35,7 @@ from autoshard.search.ops import OpKind, Ops, sized, splittable
 from autoshard.search.pricing import Traffic
 from autoshard.search.problem import Solution
 from autoshard.search.why import reasons
+from autoshard.timeline import Timeline
 
 
 def record_plan(
@@ -44,6 +45,7 @@ def record_plan(
     cluster: Cluster,
     mesh: MeshShape,
     layout: Layout,
+    time_s: float,
     memory: Memory,
     limit: int,
     name: str,
@@ -51,8 +53,9 @@ def record_plan(
     alternatives: tuple[Alternative, ...],
     pins: Mapping[int, Spec],
     time_of: Mapping[Traffic, float],
+    times: Timeline,
 ) -> Plan:
-    """The plan of a layout; `name` says how it was found."""
+    """The plan of a layout; `name` says how it was found, `times` is its simulated step of `time_s`."""
     table: dict[Spec, int] = {}
 
     def number(spec: Spec | None) -> int:
@@ -81,6 +84,7 @@ def record_plan(
         for k, (path, atom) in enumerate(zip(info.output_paths, graph.outputs, strict=True))
     )
     detours = _detours(layout, number)
+    pinned = [info.input_paths[i] for i in pins]
     return Plan(
         fingerprint=fingerprint(graph),
         cluster=cluster.name,
@@ -92,7 +96,7 @@ def record_plan(
         operands=operand_ids,
         output_ids=output_ids,
         detours=detours,
-        time_s=layout.time_s,
+        time_s=time_s,
         compute_s=layout.compute_s,
         traffic_s=layout.traffic_s,
         memory=memory,
@@ -100,9 +104,10 @@ def record_plan(
         collectives=_collectives(layout, time_of),
         reshardings=_reshardings(graph, ops, info, layout),
         alternatives=alternatives,
-        why=reasons(name, inputs, mesh, ops, layout, solution, alternatives, [info.input_paths[i] for i in pins]),
+        why=reasons(name, inputs, mesh, ops, layout, time_s, solution, alternatives, pinned),
         solver=f"{solution.stats.get('engine', '')}: {solution.result.value}, gap {solution.gap:.2%}",
         donated=info.donated,
+        timeline=times,
     )
 
 

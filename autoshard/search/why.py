@@ -18,6 +18,9 @@ LARGE_BYTES = 1 << 16
 NOTABLE = 0.01
 """Operators that take this part of the compute are explained where every device does all of their work."""
 
+HIDDEN = 0.01
+"""From this part of the collectives on, that they run beside compute is worth a line."""
+
 MOST_LINES = 12
 """Lines of one sort, those of the largest first."""
 
@@ -28,6 +31,7 @@ def reasons(
     mesh: MeshShape,
     ops: Ops,
     layout: Layout,
+    time_s: float,
     solution: Solution,
     alternatives: Sequence[Alternative],
     pinned: Sequence[str],
@@ -38,15 +42,19 @@ def reasons(
       name: of the answer that was chosen.
       inputs: the arguments with their specs.
       mesh: axes and sizes.
-      ops: the ops; `layout`: what they do.
+      ops: the ops; `layout`: what they do; `time_s`: the simulated step.
       solution: of the solver.
       alternatives: other answers, quickest first.
       pinned: paths of the pinned arguments.
     """
     lines: list[str] = []
     shape = "x".join(str(n) for _, n in mesh)
-    share = layout.traffic_s / layout.time_s if layout.time_s else 0.0
-    lines.append(f"chosen: {name}, mesh {shape}, {layout.time_s * 1e3:.4g} ms a step, {share:.0%} of it collectives")
+    waiting = max(time_s - layout.compute_s, 0.0)
+    share = waiting / time_s if time_s else 0.0
+    lines.append(f"chosen: {name}, mesh {shape}, {time_s * 1e3:.4g} ms a step, {share:.0%} waiting for collectives")
+    hidden = 1 - waiting / layout.traffic_s if layout.traffic_s else 0.0
+    if hidden > HIDDEN:
+        lines.append(f"overlap: {hidden:.0%} of {layout.traffic_s * 1e3:.4g} ms of collectives run beside compute")
     fitting = [a for a in alternatives if "does not fit" not in a.note]
     if fitting:
         lines.append(f"next best: {fitting[0].name}, {fitting[0].time_s * 1e3:.4g} ms ({fitting[0].note})")

@@ -27,6 +27,8 @@ from .memory_program import Sharding as Sharding
 from .pipeline_law import Block as Block
 from .pipeline_law import pipeline_latency_s as pipeline_latency_s
 from .pipeline_law import pipeline_tasks as pipeline_tasks
+from .profile_graph import State as State
+from .profile_graph import read_profile as read_profile
 from .reshard import path_collectives as path_collectives
 from .reshard import rematerializes as rematerializes
 from .reshard import reshard_collectives as reshard_collectives

@@ -109,15 +109,16 @@ def _add(
         after = [_task(tasks, op, None, name, seconds, tasks.compute, after)]
     for traffic, times in sums:
         after = [_task(tasks, op, traffic, name, times * pricer.traffic_s(traffic), tasks.collective, after)]
-    if not after:
-        return
     for value in op.results:
-        tasks.made[value] = after[0]
+        if after:
+            tasks.made[value] = after[0]
         for move in moves.get(value, ()):
-            at = after[0]
+            way = after[:1]
             for traffic in move.route.traffic:
-                at = _task(tasks, op, traffic, name, move.times * pricer.traffic_s(traffic), tasks.collective, (at,))
-            tasks.moved.setdefault(value, {})[move.route.path[-1]] = at
+                took = move.times * pricer.traffic_s(traffic)
+                way = [_task(tasks, op, traffic, name, took, tasks.collective, way)]
+            if way:
+                tasks.moved.setdefault(value, {})[move.route.path[-1]] = way[0]
 
 
 def _task(

@@ -401,7 +401,7 @@ def test_file_by_hand(tmp_path: Path) -> None:
         ("shared = true", 'shared = "yes"', ["[network]", "true or false"]),
         ('[network]\nlink = "ethernet"\nshared = true\n', "", ["3 nodes and no [network]"]),
         ("[network]", "[networks]", ["the file", "'networks'", "did you mean 'network'?"]),
-        ('name = "mixed"', "name = mixed", ["is no TOML"]),
+        ('name = "mixed"', "name = mixed", ["this is no TOML"]),
         ('name = "mixed"', "name = 3", ["name = 3"]),
     ],
 )
@@ -427,5 +427,5 @@ def test_missing_file_and_no_nodes(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="'nodes' is missing"):
         Cluster.from_toml(path)
     path.write_text("nodes = 3\n")
-    with pytest.raises(ClusterError, match=r"no \[\[nodes\]\]"):
+    with pytest.raises(ClusterError, match=r"nodes = 3\.\n  expected: tables \[\[nodes\]\]"):
         Cluster.from_toml(path)

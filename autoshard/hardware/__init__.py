@@ -2,7 +2,7 @@
 
 from .cluster_file import ClusterParts as ClusterParts
 from .cluster_file import read_cluster_file as read_cluster_file
-from .cluster_file import write_cluster_file as write_cluster_file
+from .cluster_text import write_cluster_file as write_cluster_file
 from .detect import detect_nodes as detect_nodes
 from .device import DEVICE_KINDS as DEVICE_KINDS
 from .device import FLOPS_CLASSES as FLOPS_CLASSES

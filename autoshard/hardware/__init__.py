@@ -10,6 +10,12 @@ from .device import DeviceSpec as DeviceSpec
 from .device import GpuTarget as GpuTarget
 from .device import Link as Link
 from .device import Node as Node
+from .device import Wire as Wire
 from .presets import DEVICE_PRESETS as DEVICE_PRESETS
 from .presets import DevicePreset as DevicePreset
 from .presets import default_link as default_link
+from .routes import Route as Route
+from .routes import Routes as Routes
+from .routes import WayChoice as WayChoice
+from .routes import loads_of as loads_of
+from .wires import unreachable_text as unreachable_text

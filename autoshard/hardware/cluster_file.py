@@ -38,20 +38,29 @@
     link = "infiniband"
     shared = false                  # true: the bandwidth is the whole node's, not each device's; may be left out
 
+Instead of a link in each node and a network, or beside them, a file may list the wires themselves (wires.py). Then
+times are computed from the wires alone:
+
+    [[wires]]
+    ends = ["0-7", "switch-a"]      # device numbers, ranges (one wire each), or names of switches
+    link = "nvlink"                 # full duplex
+
 Units are bytes, seconds and operations a second; 80e9 and 80_000_000_000 are the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from autoshard.hardware.device import DEVICE_KINDS, FLOPS_CLASSES, DeviceSpec, GpuTarget, Link, Node
-from autoshard.hardware.presets import DEVICE_PRESETS, DevicePreset
+from autoshard.hardware.device import DEVICE_KINDS, FLOPS_CLASSES, DeviceSpec, GpuTarget, Link, Node, Wire
+from autoshard.hardware.presets import DEVICE_PRESETS, DevicePreset, default_link
+from autoshard.hardware.routes import Routes
 from autoshard.hardware.toml_table import TomlTable, read_toml
+from autoshard.hardware.wires import read_wires
 
 _REQUIRED_FIGURES = ("memory_bytes", "memory_bytes_per_s")
 _OPTIONAL_FIGURES = ("l2_bytes", "kernel_launch_s", "collective_launch_s")
@@ -68,6 +77,7 @@ class ClusterParts:
     nodes: tuple[Node, ...]
     network: Link | None
     shared_network: bool
+    wires: tuple[Wire, ...] = ()
 
 
 @final
@@ -79,6 +89,16 @@ class _Known:
     link: Link | None
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A node as the file gives it."""
+
+    device: DeviceSpec
+    count: int
+    link: Link | None
+
+
 def read_cluster_file(path: Path) -> ClusterParts:
     """The cluster a file describes.
 
@@ -86,21 +106,23 @@ def read_cluster_file(path: Path) -> ClusterParts:
       ClusterError: the file is missing, is no TOML, or a field is wrong; the message names file, line, table and field.
     """
     top = read_toml(path)
-    top.only("name", "devices", "links", "network", "nodes")
+    top.only("name", "devices", "links", "network", "nodes", "wires")
     links = {name: _link(table) for name, table in top.tables("links")}
     known = {name: _of_preset(preset) for name, preset in DEVICE_PRESETS.items()}
     known |= {name: _device(name, table) for name, table in top.tables("devices")}
-    nodes = _nodes(top, known, links)
+    rows = _nodes(top, known, links)
+    wires = read_wires(top, sum(row.count for row in rows), links)
+    nodes = _with_links(rows, wires)
     network, shared = _network(top, links)
-    if len(nodes) > 1 and network is None:
+    if len(nodes) > 1 and network is None and not wires:
         raise top.fail(
             "nodes",
             f"{len(nodes)} nodes and no [network]",
-            "a network between nodes",
+            "a network between nodes, or [[wires]]",
             'add [network] with link = "..."',
         )
     name = top.text("name") if top.has("name") else path.stem
-    return ClusterParts(name, nodes, network, shared)
+    return ClusterParts(name, nodes, network, shared, wires)
 
 
 def _of_preset(preset: DevicePreset) -> _Known:
@@ -188,23 +210,39 @@ def _capability(table: TomlTable) -> tuple[int, int]:
             )
 
 
-def _nodes(top: TomlTable, known: Mapping[str, _Known], links: Mapping[str, Link]) -> tuple[Node, ...]:
+def _nodes(top: TomlTable, known: Mapping[str, _Known], links: Mapping[str, Link]) -> tuple[_Row, ...]:
     rows = top.rows("nodes", 'device = "..." and a count')
     if not rows:
         raise top.fail(
             "nodes", "'nodes' is missing", "at least one node", 'add [[nodes]] with device = "..." and a count'
         )
-    nodes: list[Node] = []
+    wired = bool(top.data.get("wires"))
+    nodes: list[_Row] = []
     for table in rows:
         table.only("device", "count", "link", "repeat")
         picked = table.pick("device", known, "devices")
         link = table.pick("link", links, "links") if table.has("link") else picked.link
-        if link is None:
+        if link is None and not wired:
             raise table.fail(
                 "", "'link' is missing", "what joins devices of the node", "add link = ... and [links.NAME]"
             )
         repeat = table.integer("repeat") if table.has("repeat") else 1
-        nodes.extend([Node(picked.device, table.integer("count"), link)] * repeat)
+        if not table.has("link") and wired:
+            link = None  # the wires say it better than the preset
+        nodes.extend([_Row(picked.device, table.integer("count"), link)] * repeat)
+    return tuple(nodes)
+
+
+def _with_links(rows: Sequence[_Row], wires: Sequence[Wire]) -> tuple[Node, ...]:
+    """Nodes; one that gives no link gets that of the best way over the wires between its devices."""
+    routes = Routes(sum(row.count for row in rows), wires) if wires else None
+    nodes: list[Node] = []
+    first = 0
+    for row in rows:
+        best = routes.best_link(first, row.count) if routes else None
+        link = row.link or best or default_link(row.device)
+        nodes.append(Node(row.device, row.count, link))
+        first += row.count
     return tuple(nodes)
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from autoshard.hardware.cluster_file import ClusterParts
 from autoshard.hardware.device import DeviceSpec
+from autoshard.hardware.wires import wire_lines
 
 T = TypeVar("T")
 
@@ -18,7 +19,8 @@ def write_cluster_file(parts: ClusterParts) -> str:
     """The text of a file that reads back as the same cluster."""
     devices = _named([node.device for node in parts.nodes], [node.device.name for node in parts.nodes])
     inner = [node.link for node in parts.nodes]
-    links = _named([*inner, *([parts.network] if parts.network else [])], ["link"] * (len(inner) + 1))
+    outer = [*([parts.network] if parts.network else []), *(wire.link for wire in parts.wires)]
+    links = _named([*inner, *outer], ["link"] * (len(inner) + len(outer)))
     lines = [f"name = {json.dumps(parts.name)}"]
     for name, device in devices:
         lines += ["", f"[devices.{json.dumps(name)}]", *_device_lines(device)]
@@ -34,6 +36,7 @@ def write_cluster_file(parts: ClusterParts) -> str:
     if parts.network is not None:
         lines += ["", "[network]", f"link = {json.dumps(link_names[parts.network])}"]
         lines += [f"shared = {_toml(parts.shared_network)}"]
+    lines += wire_lines(parts.wires, link_names)
     return "\n".join(lines) + "\n"
 
 

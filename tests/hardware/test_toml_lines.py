@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.hardware.toml_lines import Place, nearest_line, toml_lines
@@ -105,6 +105,7 @@ def test_nearest_line() -> None:
 texts = st.text(st.sampled_from("ab=[]{}#,.'\"\\\n é"), max_size=6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(texts, texts, st.booleans()), max_size=6))
 def test_strings_hide_what_looks_like_keys(rows: list[tuple[str, str, bool]]) -> None:
     """Keys and values of any characters: each key is found where it was written."""

@@ -5,6 +5,8 @@ node as long as it can. The devices that differ only along some mesh axes form a
 over which links such a group talks:
 
     cluster h100x16, mesh (data=4, model=4)    model: 4 in a node        data: 2 in each of 2 nodes
+
+Where a cluster lists its wires, these are all that counts: a group then carries the graph and all groups like it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -27,12 +30,17 @@ from autoshard.hardware import (
     default_link,
     detect_nodes,
     read_cluster_file,
+    unreachable_text,
     write_cluster_file,
 )
 from autoshard.hardware import DeviceSpec as DeviceSpec
 from autoshard.hardware import GpuTarget as GpuTarget
 from autoshard.hardware import Link as Link
 from autoshard.hardware import Node as Node
+from autoshard.hardware import Routes as Routes
+from autoshard.hardware import WayChoice as WayChoice
+from autoshard.hardware import Wire as Wire
+from autoshard.hardware import loads_of as loads_of
 
 MeshShape = tuple[tuple[str, int], ...]
 """Names and sizes of mesh axes, major first."""
@@ -49,20 +57,27 @@ class Cluster:
       network: between nodes; bandwidth per device and direction (each device has its own adapter) unless
         `shared_network`.
       shared_network: True where the network's bandwidth is that of a whole node, shared by its devices.
+      wires: between devices and switches, for clusters that links and a network do not describe; then these are not
+        looked at for communication.
+      routes: the ways over the wires, None where there are none.
 
     Raises:
-      ClusterError: no nodes, or several and no network.
+      ClusterError: no nodes, several and neither network nor wires, or a device that the wires do not reach.
     """
 
     name: str
     nodes: tuple[Node, ...]
     network: Link | None = None
     shared_network: bool = False
+    wires: tuple[Wire, ...] = ()
+    routes: Routes | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ClusterError(explain(f"cluster {self.name!r} has no nodes", "at least one", "add a node"))
-        if len(self.nodes) > 1 and self.network is None:
+        if self.wires:
+            self._find_routes()
+        if len(self.nodes) > 1 and self.network is None and not self.wires:
             raise ClusterError(
                 explain(
                     f"cluster {self.name!r} has {len(self.nodes)} nodes and no network",
@@ -70,6 +85,19 @@ class Cluster:
                     "give network=Link(bytes_per_s=..., latency_s=...)",
                 )
             )
+
+    def _find_routes(self) -> None:
+        where = f"cluster {self.name!r}"
+        ends = [end for wire in self.wires for end in (wire.first, wire.second) if isinstance(end, int)]
+        if ends and max(ends) >= self.size:
+            given = f"{where}: a wire ends at device {max(ends)}"
+            raise ClusterError(explain(given, f"a device from 0 to {self.size - 1}", "correct the wire"))
+        routes = Routes(self.size, self.wires)
+        lost = routes.unreachable()
+        if lost is not None:
+            given, expected, todo = unreachable_text(self.wires, lost)
+            raise ClusterError(explain(f"{where}: {given}", expected, todo))
+        object.__setattr__(self, "routes", routes)
 
     @property
     def size(self) -> int:
@@ -102,15 +130,23 @@ class Cluster:
         )
 
     def link_between(self, first: int, second: int) -> Link:
-        """What a message from one device to another travels over (the node's whole bandwidth if shared)."""
-        node = self.node_of(first)
-        if node == self.node_of(second):
+        """What a message from one device to another travels over (the node's whole bandwidth if shared).
+
+        Over wires: the bandwidth of the narrowest and the latency of all, on the widest way.
+        """
+        node, other = self.node_of(first), self.node_of(second)
+        if self.routes is not None and first != second:
+            return self.routes.link(first, second)
+        if node == other:
             return self.nodes[node].link
         assert self.network is not None, "several nodes without a network are refused at construction"
         return self.network
 
     def part(self, first: int, count: int) -> Cluster:
         """The cluster that `count` devices from number `first` on form, e.g. those of a pipeline stage.
+
+        It keeps the wires between them and all switches. Where these do not join all its devices, messages go through
+        the other devices as before, which then are switches named "device-NUMBER".
 
         Raises:
           MeshError: the cluster has no such devices.
@@ -132,14 +168,18 @@ class Cluster:
             start += node.count
             if kept > 0:
                 nodes.append(Node(node.device, kept, node.link))
-        return Cluster(f"{self.name}[{first}:{first + count}]", tuple(nodes), self.network, self.shared_network)
+        name = f"{self.name}[{first}:{first + count}]"
+        wires = _wires_of_part(self.wires, first, count, through=False)
+        if self.wires and (not wires or Routes(count, wires).unreachable() is not None):
+            wires = _wires_of_part(self.wires, first, count, through=True)
+        return Cluster(name, tuple(nodes), self.network, self.shared_network, wires if count > 1 else ())
 
     def times(self, factor: int) -> Cluster | None:
         """A cluster of `factor` times as many of its devices: the preset's larger one, more nodes, or a larger node.
 
-        None where nodes are unlike.
+        None where nodes are unlike, or wires are listed: nobody has said how a larger one would be wired.
         """
-        if not self.homogeneous:
+        if not self.homogeneous or self.wires:
             return None
         node, count = self.nodes[0], self.size * factor
         if re.fullmatch(r"[a-z0-9]+?(x[0-9]+)?", self.name) and self.name.split("x")[0] == node.device.name:
@@ -160,7 +200,10 @@ class Cluster:
                 f"{device.memory_bytes / 2**30:.1f} GiB at {device.memory_bytes_per_s / 1e9:.0f} GB/s, "
                 f"{_best_rate(device)}, link {_link_text(node.link)}"
             )
-        if self.network is not None and len(self.nodes) > 1:
+        if self.wires:
+            kinds = Counter(_link_text(wire.link) for wire in self.wires)
+            lines += [f"  {times} wire{'s' if times > 1 else ''} of {text}" for text, times in kinds.items()]
+        elif self.network is not None and len(self.nodes) > 1:
             owner = "node" if self.shared_network else "device"
             lines.append(f"  network {_link_text(self.network)} a {owner}")
         return "\n".join(lines)
@@ -173,11 +216,32 @@ class Cluster:
           ClusterError: names file, table and field.
         """
         parts = read_cluster_file(Path(path))
-        return cls(parts.name, parts.nodes, parts.network, parts.shared_network)
+        return cls(parts.name, parts.nodes, parts.network, parts.shared_network, parts.wires)
 
     def to_toml(self) -> str:
         """Text of a cluster file that reads back as this cluster."""
-        return write_cluster_file(ClusterParts(self.name, self.nodes, self.network, self.shared_network))
+        return write_cluster_file(ClusterParts(self.name, self.nodes, self.network, self.shared_network, self.wires))
+
+
+def _wires_of_part(wires: Sequence[Wire], first: int, count: int, through: bool) -> tuple[Wire, ...]:
+    """Wires of devices `first` to `first + count - 1`, numbered from 0; other devices are left out or are switches."""
+    kept: list[Wire] = []
+    taken = {end for wire in wires for end in (wire.first, wire.second)}
+    for wire in wires:
+        ends: list[int | str] = []
+        for end in (wire.first, wire.second):
+            if isinstance(end, str):
+                ends.append(end)
+            elif first <= end < first + count:
+                ends.append(end - first)
+            elif through:
+                name = f"device-{end}"
+                while name in taken:  # a part of a part
+                    name = f"outer-{name}"
+                ends.append(name)
+        if len(ends) == 2:
+            kept.append(Wire(ends[0], ends[1], wire.link))
+    return tuple(kept)
 
 
 def _best_rate(device: DeviceSpec) -> str:
@@ -205,16 +269,33 @@ class Level:
 
 @final
 @dataclass(frozen=True, slots=True)
+class WiredGroups:
+    """Groups that communicate at the same time over the same wires.
+
+    Attributes:
+      routes: the ways over the wires.
+      groups: numbers of the devices of each, in the order of the mesh.
+    """
+
+    routes: Routes
+    groups: tuple[tuple[int, ...], ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class GroupLinks:
     """How a communication group is joined.
 
     Attributes:
       size: number of devices.
       levels: innermost first; sizes multiply to `size`. No level for a group of one.
+      graph: the wires and all groups of the mesh, where the cluster lists wires; `levels` then is a single one, of the
+        narrowest way between neighbours.
     """
 
     size: int
     levels: tuple[Level, ...]
+    graph: WiredGroups | None = None
 
     def __post_init__(self) -> None:
         product = math.prod(level.size for level in self.levels)
@@ -260,17 +341,33 @@ def axis_group(cluster: Cluster, mesh: MeshShape, axes: Sequence[str]) -> GroupL
     size = math.prod(n for name, n in mesh if name in axes)
     if size == 1:
         return ALONE
+    if cluster.routes is not None:
+        return _wired_links(cluster.routes, _groups(mesh, axes))
     return _group_links(cluster, _nodes_of_groups(cluster, mesh, axes))
+
+
+def _groups(mesh: MeshShape, axes: Sequence[str]) -> np.ndarray[Any, np.dtype[Any]]:
+    """The devices of every group (row)."""
+    sizes = [n for _, n in mesh]
+    outer = [i for i, (name, _) in enumerate(mesh) if name not in axes]
+    inner = [i for i, (name, _) in enumerate(mesh) if name in axes]
+    groups = math.prod(sizes[i] for i in outer)
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(outer + inner).reshape(groups, -1)
+
+
+def _wired_links(routes: Routes, rows: np.ndarray[Any, np.dtype[Any]]) -> GroupLinks:
+    groups = tuple(tuple(int(device) for device in row) for row in rows)
+    pairs = [pair for group in groups for pair in pairwise(group)]
+    slowest = min(pairs, key=lambda pair: routes.width(*pair))
+    size = len(groups[0])
+    return GroupLinks(size, (Level(size, routes.link(*slowest)),), WiredGroups(routes, groups))
 
 
 def _nodes_of_groups(cluster: Cluster, mesh: MeshShape, axes: Sequence[str]) -> np.ndarray[Any, np.dtype[Any]]:
     """For every group (row) and every node (column) how many members the group has there."""
-    sizes = [n for _, n in mesh]
-    outer = [i for i, (name, _) in enumerate(mesh) if name not in axes]
-    inner = [i for i, (name, _) in enumerate(mesh) if name in axes]
     node_of_device = np.repeat(np.arange(len(cluster.nodes)), [node.count for node in cluster.nodes])
-    groups = math.prod(sizes[i] for i in outer)
-    laid = node_of_device[: math.prod(sizes)].reshape(sizes).transpose(outer + inner).reshape(groups, -1)
+    laid = node_of_device[_groups(mesh, axes)]
+    groups = len(laid)
     slots = laid + len(cluster.nodes) * np.arange(groups)[:, None]
     counts = np.bincount(slots.ravel(), minlength=groups * len(cluster.nodes))
     return counts.reshape(groups, len(cluster.nodes))

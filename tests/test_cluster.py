@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.cluster import (
@@ -20,6 +20,7 @@ from autoshard.cluster import (
     Level,
     Link,
     Node,
+    Wire,
     axis_group,
     mesh_size,
     resolve_cluster,
@@ -320,6 +321,7 @@ def test_file_round_trip(text: str, tmp_path: Path) -> None:
     assert resolve_cluster(path) == resolve_cluster(str(path)) == cluster
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 8), st.floats(1, 1e15), st.floats(0, 1)), min_size=1, max_size=4), st.booleans()
 )
@@ -401,7 +403,7 @@ def test_file_by_hand(tmp_path: Path) -> None:
         ("shared = true", 'shared = "yes"', ["[network]", "true or false"]),
         ('[network]\nlink = "ethernet"\nshared = true\n', "", ["3 nodes and no [network]"]),
         ("[network]", "[networks]", ["the file", "'networks'", "did you mean 'network'?"]),
-        ('name = "mixed"', "name = mixed", ["is no TOML"]),
+        ('name = "mixed"', "name = mixed", ["this is no TOML"]),
         ('name = "mixed"', "name = 3", ["name = 3"]),
     ],
 )
@@ -427,5 +429,166 @@ def test_missing_file_and_no_nodes(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="'nodes' is missing"):
         Cluster.from_toml(path)
     path.write_text("nodes = 3\n")
-    with pytest.raises(ClusterError, match=r"no \[\[nodes\]\]"):
+    with pytest.raises(ClusterError, match=r"nodes = 3\.\n  expected: tables \[\[nodes\]\]"):
         Cluster.from_toml(path)
+
+
+# Wires
+
+WIRES = """
+[links.nvlink]
+bytes_per_s = 450e9
+latency_s = 1e-6
+efficiency = 0.8
+[links.infiniband]
+bytes_per_s = 50e9
+latency_s = 2e-6
+[[nodes]]
+device = "h100"
+count = 4
+repeat = 2
+[[wires]]
+ends = ["0-3", "switch-a"]
+link = "nvlink"
+[[wires]]
+ends = ["switch-b", "4-7"]
+link = "nvlink"
+[[wires]]
+ends = ["0-3", "4-7"]
+link = "infiniband"
+[[wires]]
+ends = [0, "7"]
+link = "infiniband"
+"""
+
+
+def wired(tmp_path: Path, text: str = WIRES) -> Cluster:
+    path = tmp_path / "wires.toml"
+    path.write_text(text)
+    return Cluster.from_toml(path)
+
+
+def test_file_with_wires(tmp_path: Path) -> None:
+    cluster = wired(tmp_path)
+    nvlink, infiniband = Link(450e9, 1e-6, 0.8), Link(50e9, 2e-6)
+    assert len(cluster.wires) == 13
+    assert cluster.wires[0] == Wire(0, "switch-a", nvlink)
+    assert cluster.wires[7] == Wire("switch-b", 7, nvlink)
+    assert cluster.wires[8:] == (*(Wire(k, k + 4, infiniband) for k in range(4)), Wire(0, 7, infiniband))
+    assert cluster.network is None
+    assert [node.link for node in cluster.nodes] == [Link(360e9, 2e-6)] * 2
+    assert cluster.link_between(0, 3) == Link(360e9, 2e-6)
+    assert cluster.link_between(0, 4) == Link(50e9, 2e-6)
+    assert cluster.link_between(1, 4).latency_s == pytest.approx(4e-6)
+    assert cluster.describe().splitlines()[2:] == [
+        "  8 wires of 450 GB/s, 1 us",
+        "  5 wires of 50 GB/s, 2 us",
+    ]
+    assert wired(tmp_path, cluster.to_toml()) == cluster
+    assert cluster.to_toml().count("[[wires]]") == 4
+    assert cluster.times(2) is None
+    assert cluster.homogeneous
+
+
+def test_wires_beside_links(tmp_path: Path) -> None:
+    text = WIRES.replace("count = 4", 'count = 4\nlink = "infiniband"') + '[network]\nlink = "infiniband"\n'
+    cluster = wired(tmp_path, text)
+    assert cluster.nodes[0].link == cluster.network == Link(50e9, 2e-6)
+    assert cluster.link_between(0, 1) == Link(360e9, 2e-6)
+    assert wired(tmp_path, cluster.to_toml()) == cluster
+
+
+def test_wires_of_one_device(tmp_path: Path) -> None:
+    cluster = wired(
+        tmp_path,
+        WIRES.split("[[nodes]]")[0] + '[[nodes]]\ndevice = "h100"\ncount = 1\nrepeat = 2\n'
+        '[[wires]]\nends = ["0-1", "s"]\nlink = "infiniband"\n',
+    )
+    assert [node.link for node in cluster.nodes] == [Link(50e9, 4e-6)] * 2
+    assert cluster.part(1, 1).wires == ()
+
+
+def test_part_of_wires(tmp_path: Path) -> None:
+    cluster = wired(tmp_path)
+    part = cluster.part(4, 4)
+    nvlink = Link(450e9, 1e-6, 0.8)
+    assert part.wires == tuple(Wire("switch-b", k, nvlink) for k in range(4))
+    assert [node.count for node in cluster.part(2, 4).nodes] == [2, 2]
+    assert cluster.part(2, 4).link_between(0, 2) == cluster.link_between(2, 4)
+
+
+def test_part_goes_through_other_devices() -> None:
+    """A ring of eight whose numbers alternate: the first four have no wires between them."""
+    wires = tuple(Wire(k, (k + 3) % 8, NVLINK) for k in range(8))
+    cluster = Cluster("ring", (Node(DEVICE, 8, NVLINK),), wires=wires)
+    part = cluster.part(0, 3)
+    assert Wire("device-3", 0, NVLINK) not in part.wires
+    assert Wire(0, "device-3", NVLINK) in part.wires
+    again = part.part(0, 2)
+    assert again.link_between(0, 1) == part.link_between(0, 1) == cluster.link_between(0, 1)
+
+
+def test_groups_over_wires(tmp_path: Path) -> None:
+    cluster = wired(tmp_path)
+    group = axis_group(cluster, (("data", 2), ("model", 4)), ("data",))
+    assert group.levels == (Level(2, Link(50e9, 2e-6)),)
+    assert group.graph is not None
+    assert group.graph.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert axis_group(cluster, (("data", 2), ("model", 4)), ("data",)) == group
+
+
+def test_wrong_wires_in_code() -> None:
+    nodes = (Node(DEVICE, 4, NVLINK),)
+    with pytest.raises(ClusterError, match="cluster 'c': device 2 is not reachable from device 0"):
+        Cluster("c", nodes, wires=(Wire(0, 1, NVLINK), Wire(2, 3, NVLINK)))
+    with pytest.raises(ClusterError, match="a wire ends at device 4"):
+        Cluster("c", nodes, wires=(Wire(0, 4, NVLINK),))
+    with pytest.raises(ClusterError, match="joins 1 to itself"):
+        Wire(1, 1, NVLINK)
+    with pytest.raises(ClusterError, match="starts with a letter"):
+        Wire(1, "1-3", NVLINK)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "messages"),
+    [
+        ('ends = ["0-3", "switch-a"]', 'end = ["0-3", "a"]', [":14: [[wires]] number 1: 'end' is not known"]),
+        ('ends = ["0-3", "switch-a"]\n', "", [":13: [[wires]] number 1: 'ends' is missing"]),
+        ('ends = ["0-3", "switch-a"]', "ends = 3", [":14: [[wires]] number 1: ends = 3"]),
+        ('ends = ["0-3", "switch-a"]', 'ends = ["0-3"]', [":14: [[wires]] number 1: ends = ['0-3']"]),
+        ('ends = ["0-3", "switch-a"]', 'ends = ["0-3", 1.5]', [":14: [[wires]] number 1: ends has 1.5"]),
+        ('ends = ["0-3", "switch-a"]', 'ends = ["0-3", true]', [":14: [[wires]] number 1: ends has True"]),
+        ('ends = ["0-3", "switch-a"]', 'ends = ["0-3", "-a"]', [":14: [[wires]] number 1: ends has '-a'"]),
+        ('ends = ["0-3", "switch-a"]', 'ends = ["3-0", "a"]', [":14: [[wires]] number 1: ends has '3-0'", "counts up"]),
+        ('ends = [0, "7"]', 'ends = [0, "8"]', [":23: [[wires]] number 4: ends has '8': device 8 is not defined"]),
+        ('ends = [0, "7"]', "ends = [0, -1]", [":23: [[wires]] number 4: ends has -1"]),
+        ('ends = [0, "7"]', "ends = [0, 0]", [":23: [[wires]] number 4: ends: 0 is joined to itself"]),
+        ('["0-3", "4-7"]', '["0-3", "4-6"]', [":20: [[wires]] number 3: ends = ", "4 and 3 devices"]),
+        ('"7"]\nlink = "infiniband"', '"7"]\nlink = "ib"', [":24: [[wires]] number 4: link = 'ib' is not defined"]),
+        ('"7"]\nlink = "infiniband"', '"7"]', [":22: [[wires]] number 4: 'link' is missing"]),
+        (
+            '["0-3", "4-7"]',
+            '["0-2", "switch-c"]',
+            [":17: [[wires]] number 2: device 4 is not reachable from device 0"],
+        ),
+        (
+            'ends = ["switch-b", "4-7"]',
+            'ends = ["switch-b", "4"]\nlink = "nvlink"\n[[wires]]\nends = [5, "swich-b"]',
+            [],
+        ),
+    ],
+)
+def test_wire_errors(old: str, new: str, messages: list[str], tmp_path: Path) -> None:
+    text = WIRES if messages else WIRES.replace('["0-3", "4-7"]', "[0, 4]")
+    if old == '["0-3", "4-7"]' and "switch-c" in new:
+        text = text.replace('ends = [0, "7"]', "ends = [0, 3]")
+    assert old in text
+    with pytest.raises(ClusterError) as caught:
+        wired(tmp_path, text.replace(old, new))
+    for message in messages or [":20: [[wires]] number 3: device 5 is not reachable from device 0", "'swich-b'"]:
+        assert message in str(caught.value)
+
+
+def test_device_without_a_wire(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"wires\.toml:13: .*device 8 is not reachable"):
+        wired(tmp_path, WIRES.replace("count = 4\nrepeat = 2", "count = 9"))

@@ -1,7 +1,8 @@
 """Roofline, collectives, fusion estimate; memory, simulator, calibration, learned model."""
 
-from .collectives import COLLECTIVE_KINDS as COLLECTIVE_KINDS
-from .collectives import CollectiveKind as CollectiveKind
+from .algorithms import COLLECTIVE_KINDS as COLLECTIVE_KINDS
+from .algorithms import CollectiveKind as CollectiveKind
+from .collectives import best_algorithm as best_algorithm
 from .collectives import collective_time_s as collective_time_s
 from .collectives import wire_bytes as wire_bytes
 from .cost import NO_COST as NO_COST

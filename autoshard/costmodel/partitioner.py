@@ -27,7 +27,7 @@ from typing import Any, final
 
 import numpy as np
 
-from autoshard.costmodel.collectives import CollectiveKind
+from autoshard.costmodel.algorithms import CollectiveKind
 
 Tiling = np.ndarray[Any, np.dtype[Any]]
 """Device numbers by tile, and by replica in the last dimension."""

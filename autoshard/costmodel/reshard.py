@@ -19,7 +19,7 @@ from itertools import combinations_with_replacement, pairwise, permutations, pro
 
 import numpy as np
 
-from autoshard.costmodel.collectives import CollectiveKind
+from autoshard.costmodel.algorithms import CollectiveKind
 from autoshard.costmodel.partitioner import Tiling, Transfer, partition_move
 from autoshard.ir import MeshShape, Spec, axes_size, divides, spec_axes
 

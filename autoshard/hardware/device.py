@@ -238,6 +238,40 @@ class Link:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """One cable between two ends, full duplex: the link's bandwidth in each direction at once.
+
+    Attributes:
+      first: number of a device, or name of a switch, which starts with a letter.
+      second: the other end.
+      link: what goes over it.
+
+    Raises:
+      ClusterError: an end is neither, or both are the same.
+    """
+
+    first: int | str
+    second: int | str
+    link: Link
+
+    def __post_init__(self) -> None:
+        for end in (self.first, self.second):
+            if (end < 0) if isinstance(end, int) else not end[:1].isalpha():
+                raise ClusterError(
+                    explain(
+                        f"a wire has the end {end!r}",
+                        "the number of a device, or the name of a switch, which starts with a letter",
+                        "correct the end",
+                    )
+                )
+        if self.first == self.second:
+            raise ClusterError(
+                explain(f"a wire joins {self.first!r} to itself", "two ends that differ", "correct one of them")
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Node:
     """Devices of one kind in one machine.
 

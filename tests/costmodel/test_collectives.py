@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import GroupLinks, Level, Link
-from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, collective_time_s, wire_bytes
+from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, best_algorithm, collective_time_s, wire_bytes
 
 LINK = Link(100e9, 1e-6)
 SLOW = Link(10e9, 5e-6)
@@ -36,15 +36,28 @@ def test_ring_closed_forms() -> None:
     half = 7 * 1e-6 + 7 / 8 * nbytes / 100e9
     assert collective_time_s("all_gather", nbytes, group) == pytest.approx(half)
     assert collective_time_s("reduce_scatter", nbytes, group) == pytest.approx(half)
-    assert collective_time_s("all_reduce", nbytes, group) == pytest.approx(2 * half)
+    odd = 12 * 1e-6 + 12 / 7 * nbytes / 100e9
+    assert best_algorithm("all_reduce", nbytes, flat(7)) == ("ring", pytest.approx(odd))
     assert collective_time_s("all_to_all", nbytes, group) == pytest.approx(7e-6 + 7 / 8 * 100 * MB / 100e9)
     assert collective_time_s("permute", nbytes, group) == pytest.approx(1e-6 + 100 * MB / 100e9)
 
 
 def test_small_all_reduce_takes_the_tree() -> None:
-    """64 devices, 1 KB: 2 log2(64) steps and not 126."""
+    """63 devices, 1 KB: 2 ceil(log2(63)) steps and not 124."""
     expected = 12e-6 + 2 * 1e3 / (100e9 * 0.9)
-    assert collective_time_s("all_reduce", 1e3, flat(64)) == pytest.approx(expected)
+    assert best_algorithm("all_reduce", 1e3, flat(63)) == ("tree", pytest.approx(expected))
+
+
+def test_powers_of_two_halve_and_double() -> None:
+    expected = 12e-6 + 2 * 63 / 64 * 1e3 / 100e9
+    assert best_algorithm("all_reduce", 1e3, flat(64)) == ("recursive doubling", pytest.approx(expected))
+
+
+def test_names_of_levels() -> None:
+    assert best_algorithm("all_gather", MB, two_levels(8, 128))[0] == "hierarchical(ring, ring)"
+    assert best_algorithm("all_gather", 1e9, two_levels(8, 4))[0] == "ring"
+    assert best_algorithm("all_reduce", 1e3, two_levels(8, 128))[0] == "tree"
+    assert best_algorithm("all_reduce", 1e3, GroupLinks(1, ())) == ("none", 0.0)
 
 
 def test_efficiency_of_a_link() -> None:

@@ -14,6 +14,9 @@
     # may be left out: name (the table's), l2_bytes, reduce_scatter, kernel_launch_s, collective_launch_s,
     # matmul_efficiency, memory_efficiency, and a table [devices.small.target] for XLA's deviceless GPU compiler
 
+    [devices.small.efficiency]      # measured shares of the peak rates: [size, share] by operator class
+    "matmul.f32" = [[64, 0.6], [1024, 0.95]]
+
     [links.nvlink]                  # bandwidth per device and direction
     bytes_per_s = 450e9
     latency_s = 2e-6
@@ -38,6 +41,8 @@
     link = "infiniband"
     shared = false                  # true: the bandwidth is the whole node's, not each device's; may be left out
 
+A table [measured], written by `autoshard calibrate`, says where figures come from; planning does not read it.
+
 Units are bytes, seconds and operations a second; 80e9 and 80_000_000_000 are the same.
 """
 
@@ -56,6 +61,7 @@ from typing import Any, TypeVar, cast, final
 
 from autoshard.errors import ClusterError, explain
 from autoshard.hardware.device import FLOPS_CLASSES, DeviceSpec, GpuTarget, Link, Node
+from autoshard.hardware.efficiency import Points, check_efficiency
 from autoshard.hardware.presets import DEVICE_PRESETS, default_link
 
 T = TypeVar("T")
@@ -159,7 +165,7 @@ def read_cluster_file(path: Path) -> ClusterParts:
             explain(f"cluster file {path} is no TOML: {error}", "a TOML file", "correct that line")
         ) from error
     top = _Table(str(path), "the file", data)
-    top.only("name", "devices", "links", "network", "nodes")
+    top.only("name", "devices", "links", "network", "nodes", "measured")
     links = {name: _link(top.table("links").table(name)) for name in top.table("links").data}
     devices = {name: _device(name, top.table("devices").table(name)) for name in top.table("devices").data}
     nodes = _nodes(top, devices, links)
@@ -182,7 +188,7 @@ def _link(table: _Table) -> Link:
 
 def _device(name: str, table: _Table) -> DeviceSpec:
     figures = (*_REQUIRED_FIGURES, *_OPTIONAL_FIGURES)
-    table.only("name", "preset", "kind", "flops_per_s", "reduce_scatter", "target", *figures)
+    table.only("name", "preset", "kind", "flops_per_s", "reduce_scatter", "target", "efficiency", *figures)
     given: dict[str, Any] = {}
     for field in figures:
         if table.has(field):
@@ -198,6 +204,8 @@ def _device(name: str, table: _Table) -> DeviceSpec:
         given["flops_per_s"] = {key: float(rates.number(key)) for key in rates.data}
     if table.has("target"):
         given["target"] = _target(table.table("target"))
+    if table.has("efficiency"):
+        given["efficiency"] = _efficiency(table.table("efficiency"))
     if table.has("preset"):
         base = DEVICE_PRESETS.get(table.text("preset"))
         if base is None:
@@ -217,6 +225,17 @@ def _device(name: str, table: _Table) -> DeviceSpec:
     given.setdefault("reduce_scatter", kind != "cpu")
     label = table.text("name") if table.has("name") else name
     return DeviceSpec(name=label, kind=kind, **given)
+
+
+def _efficiency(table: _Table) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for name, rows in table.data.items():
+        try:
+            found[name] = tuple((float(size), float(share)) for size, share in rows)
+        except (TypeError, ValueError) as error:
+            raise table.fail(f"{name} = {rows!r}", "a list of pairs [size, share]", f"correct {name}") from error
+    check_efficiency(f"{table.file}: {table.where}:", found, FLOPS_CLASSES)
+    return found
 
 
 def _target(table: _Table) -> GpuTarget:
@@ -295,6 +314,9 @@ def write_cluster_file(parts: ClusterParts) -> str:
         lines += ["", f"[devices.{json.dumps(name)}]", *_device_lines(device)]
         if device.target is not None:
             lines += ["", f"[devices.{json.dumps(name)}.target]", *_field_lines(device.target)]
+        if device.efficiency:
+            curves = (f"{json.dumps(key)} = {_toml(points)}" for key, points in device.efficiency.items())
+            lines += ["", f"[devices.{json.dumps(name)}.efficiency]", *curves]
     for name, link in links:
         lines += ["", f"[links.{json.dumps(name)}]", *_field_lines(link)]
     device_names = {device: name for name, device in devices}
@@ -325,11 +347,12 @@ def _named(items: Sequence[T], wishes: Sequence[str]) -> list[tuple[str, T]]:
 
 
 def _device_lines(device: DeviceSpec) -> list[str]:
-    return [line for line in _field_lines(device) if not line.startswith("target =")]
+    return [line for line in _field_lines(device) if not line.startswith(("target =", "efficiency ="))]
 
 
 def _field_lines(record: Any) -> list[str]:
-    return [f"{field.name} = {_toml(getattr(record, field.name))}" for field in dataclasses.fields(record)]
+    fields = [field.name for field in dataclasses.fields(record) if field.init]
+    return [f"{name} = {_toml(getattr(record, name))}" for name in fields]
 
 
 def _toml(value: Any) -> str:

@@ -15,7 +15,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 from autoshard import autoshard
-
 from autoshard.cluster import Cluster
 from bench.slow_programs import Case, cases
 

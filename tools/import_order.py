@@ -40,11 +40,12 @@ FLOORS = (
     ("costmodel",),
     ("passes",),
     ("search",),
-    ("runtime",),
+    ("runtime", "calibrate"),
     ("api",),
     ("__init__",),  # the package's own face
     ("load",),
     ("demo",),
+    ("cli_calibrate",),
     ("cli",),
     ("__main__",),
 )

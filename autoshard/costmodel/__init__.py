@@ -19,6 +19,8 @@ from .liveness import Lives as Lives
 from .liveness import find_lives as find_lives
 from .liveness import usage as usage
 from .matrix_rules import matmul_class as matmul_class
+from .measured import TRANSCENDENTAL_FLOPS as TRANSCENDENTAL_FLOPS
+from .measured import measured_time_s as measured_time_s
 from .memory import Buffers as Buffers
 from .memory import Peak as Peak
 from .memory import find_buffers as find_buffers

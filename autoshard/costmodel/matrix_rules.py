@@ -7,6 +7,7 @@ an output and a kernel element that meets the operand (not its padding, not a ho
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -81,12 +82,14 @@ def _factor(*atoms: Atom) -> int:
     return COMPLEX_PRODUCT if any(jnp.issubdtype(atom.dtype, jnp.complexfloating) for atom in atoms) else 1
 
 
-def _product(equation: Apply, matrix: Matrix, precision: Any, rhs: Atom, operations: float | None = None) -> Work:
+def _product(
+    equation: Apply, matrix: Matrix, precision: Any, rhs: Atom, operations: float | None = None, form: str = ""
+) -> Work:
     lhs = equation.inputs[0]
     name, passes = matmul_class(lhs.dtype, rhs.dtype, precision)
     count = 2 * matrix.batch * matrix.m * matrix.n * matrix.k if operations is None else operations
     flops = passes * _factor(lhs, rhs) * count
-    return make_work(equation, WorkKind.MATMUL, flops, 0, name, matrix)
+    return make_work(equation, WorkKind.MATMUL, flops, 0, name, matrix, form)
 
 
 @work_rule("dot_general")
@@ -96,7 +99,9 @@ def _dot(equation: Apply) -> Work:
     k = _extent(lhs, contract)
     b = _extent(lhs, batch)
     matrix = Matrix(b, _quotient(size_of(lhs), b * k), _quotient(size_of(rhs), b * k), k)
-    return _product(equation, matrix, equation.params["precision"], rhs)
+    leading = tuple(range(len(contract)))
+    form = "batched" if batch else "weights" if len(contract) > 1 and tuple(contract) == leading else ""
+    return _product(equation, matrix, equation.params["precision"], rhs, form=form)
 
 
 @work_rule("ragged_dot_general")
@@ -156,7 +161,8 @@ def _conv(equation: Apply) -> Work:
     groups = int(params["feature_group_count"]) * int(params["batch_group_count"])
     spatial = _quotient(size_of(out), batch * features)
     matrix = Matrix(groups, batch * spatial, features // groups, inputs * taps)
-    return _product(equation, matrix, params["precision"], rhs, 2 * batch * features * inputs * pairs)
+    form = "weights" if taps > spatial else "input" if math.prod(params["lhs_dilation"]) > 1 else ""
+    return _product(equation, matrix, params["precision"], rhs, 2 * batch * features * inputs * pairs, form)
 
 
 def valid_pairs(
@@ -198,4 +204,4 @@ def _attention_work(equation: Apply, query: Sequence[int], key: Sequence[int], t
     matrix = Matrix(batch * heads, rows, columns, width)
     work = _product(equation, matrix, None, equation.inputs[1], times * 4 * batch * heads * rows * columns * width)
     logs = times * batch * heads * rows * columns  # the softmax's exponentials
-    return Work(work.kind, work.flops, work.flops_class, logs, work.operand_bytes, work.result_bytes, work.matrix)
+    return dataclasses.replace(work, transcendentals=logs)

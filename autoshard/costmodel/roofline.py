@@ -4,6 +4,14 @@
 
 Occupancy is what a matrix product loses because its tiles do not fill the processors evenly (NVIDIA, "Matrix
 Multiplication Background User's Guide": tile and wave quantisation). Launch is left out inside a fusion.
+
+A calibrated device (`DeviceSpec.efficiency`) has measured efficiencies by operator class and size instead:
+
+    class                                     size                                         rate it is a share of
+    matmul, conv, each with _FORM, .dtype     the least of m, n and k                      peak FLOP/s of the dtype
+    exp, tanh, ... or transcendental          elements                                     peak of f32 / 16
+    vector (elementwise, reduce), sort, ...   operations                                   peak of f32
+    elementwise, reduce, move, gather, ...    bytes                                        bandwidth
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from collections.abc import Sequence
 from autoshard import jax_compat
 from autoshard.cluster import DeviceSpec
 from autoshard.costmodel.cost import Cost
+from autoshard.costmodel.measured import TRANSCENDENTAL_FLOPS, measured_time_s
 from autoshard.costmodel.work import Matrix, Work, WorkKind, equation_work
 from autoshard.ir import Apply, Literal, Value
 
@@ -27,10 +36,6 @@ enough to hide the sum over the parts."""
 
 DEFAULT_CORES = 108
 """Multiprocessors of a GPU that does not say: an A100's (shared/data/gpu-targets.md)."""
-
-TRANSCENDENTAL_FLOPS = 16
-"""Operations in the time of one transcendental: a multiprocessor gives 16 special-function results a clock where it
-gives 128 multiply-adds, each two (CUDA C++ Programming Guide, "Arithmetic instructions", capability 9.0)."""
 
 
 def work_time_s(
@@ -57,6 +62,8 @@ def work_time_s(
     """
     if work.kind is WorkKind.FREE:
         return 0.0
+    if device.calibrated:
+        return measured_time_s(work, flop_share, local_bytes, device, fused=fused, matrix=matrix)
     operations_s = 0.0
     if work.flops:
         rate = device.peak_flops_per_s(work.flops_class) * device.matmul_efficiency

@@ -66,7 +66,10 @@ def _integer_pow(equation: Apply) -> Work:
 @work_rule(*REDUCTIONS)
 def _reduction(equation: Apply) -> Work:
     """One operation an element that goes in."""
-    return make_work(equation, WorkKind.REDUCE, size_of(equation.inputs[0]))
+    operand = equation.inputs[0]
+    last = len(operand.shape) - 1
+    form = "" if last in equation.params.get("axes", (last,)) else "major"
+    return make_work(equation, WorkKind.REDUCE, size_of(operand), form=form)
 
 
 @work_rule(*CUMULATIVE)
@@ -97,7 +100,9 @@ def _free(equation: Apply) -> Work:
 
 @work_rule(*MOVES)
 def _move(equation: Apply) -> Work:
-    return make_work(equation, WorkKind.MOVE)
+    last = len(equation.outputs[0].shape) - 1
+    moved = equation.name == "transpose" and equation.params["permutation"][last] != last
+    return make_work(equation, WorkKind.MOVE, form="minor" if moved else "")
 
 
 @work_rule("slice", "dynamic_slice")

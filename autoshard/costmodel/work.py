@@ -71,6 +71,11 @@ class Work:
       operand_bytes: bytes read of each operand (of a gather or slice only what is taken; 0 for literals).
       result_bytes: bytes written of each result (of an update in place only what is updated).
       matrix: sizes, of matrix products and convolutions.
+      operator: the primitive's name.
+      form: which way it runs, where that matters to a measured device: of a product "weights" (both operands are
+        contracted over leading dimensions, several of them), "batched" or ""; of a convolution "weights" (its window is
+        larger than its result), "input" (its operand has holes) or ""; of a reduction "major" (the last dimension
+        stays), of a transpose "minor" (the last dimension moves).
     """
 
     kind: WorkKind
@@ -80,6 +85,8 @@ class Work:
     operand_bytes: tuple[float, ...]
     result_bytes: tuple[float, ...]
     matrix: Matrix | None = None
+    operator: str = ""
+    form: str = ""
 
     @property
     def nbytes(self) -> float:
@@ -153,6 +160,7 @@ def make_work(
     transcendentals: float = 0.0,
     flops_class: str | None = None,
     matrix: Matrix | None = None,
+    form: str = "",
 ) -> Work:
     """Work that reads all operands and writes all results."""
     return Work(
@@ -163,6 +171,8 @@ def make_work(
         tuple(bytes_of(atom) for atom in equation.inputs),
         tuple(bytes_of(value) for value in equation.outputs),
         matrix,
+        equation.name,
+        form,
     )
 
 

@@ -11,6 +11,9 @@ from .device import GpuTarget as GpuTarget
 from .device import Link as Link
 from .device import Node as Node
 from .device import Wire as Wire
+from .efficiency import OPERATOR_CLASSES as OPERATOR_CLASSES
+from .efficiency import Curve as Curve
+from .efficiency import Points as Points
 from .presets import DEVICE_PRESETS as DEVICE_PRESETS
 from .presets import DevicePreset as DevicePreset
 from .presets import default_link as default_link

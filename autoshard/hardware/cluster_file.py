@@ -14,6 +14,9 @@
     # may be left out: name (the table's), l2_bytes, reduce_scatter, kernel_launch_s, collective_launch_s,
     # matmul_efficiency, memory_efficiency, and a table [devices.small.target] for XLA's deviceless GPU compiler
 
+    [devices.small.efficiency]      # measured shares of the peak rates: [size, share] by operator class
+    "matmul.f32" = [[64, 0.6], [1024, 0.95]]
+
     [links.nvlink]                  # bandwidth per device and direction
     bytes_per_s = 450e9
     latency_s = 2e-6
@@ -45,6 +48,8 @@ times are computed from the wires alone:
     ends = ["0-7", "switch-a"]      # device numbers, ranges (one wire each), or names of switches
     link = "nvlink"                 # full duplex
 
+A table [measured], written by `autoshard calibrate`, says where figures come from; planning does not read it.
+
 Units are bytes, seconds and operations a second; 80e9 and 80_000_000_000 are the same.
 """
 
@@ -57,6 +62,7 @@ from pathlib import Path
 from typing import Any, final
 
 from autoshard.hardware.device import DEVICE_KINDS, FLOPS_CLASSES, DeviceSpec, GpuTarget, Link, Node, Wire
+from autoshard.hardware.efficiency import Points, check_efficiency
 from autoshard.hardware.presets import DEVICE_PRESETS, DevicePreset, default_link
 from autoshard.hardware.routes import Routes
 from autoshard.hardware.toml_table import TomlTable, read_toml
@@ -106,7 +112,7 @@ def read_cluster_file(path: Path) -> ClusterParts:
       ClusterError: the file is missing, is no TOML, or a field is wrong; the message names file, line, table and field.
     """
     top = read_toml(path)
-    top.only("name", "devices", "links", "network", "nodes", "wires")
+    top.only("name", "devices", "links", "network", "nodes", "wires", "measured")
     links = {name: _link(table) for name, table in top.tables("links")}
     known = {name: _of_preset(preset) for name, preset in DEVICE_PRESETS.items()}
     known |= {name: _device(name, table) for name, table in top.tables("devices")}
@@ -137,7 +143,7 @@ def _link(table: TomlTable) -> Link:
 
 def _device(name: str, table: TomlTable) -> _Known:
     figures = (*_REQUIRED_FIGURES, *_OPTIONAL_FIGURES)
-    table.only("name", "preset", "kind", "flops_per_s", "reduce_scatter", "target", *figures, *_SHARES)
+    table.only("name", "preset", "kind", "flops_per_s", "reduce_scatter", "target", "efficiency", *figures, *_SHARES)
     given: dict[str, Any] = {}
     for field in figures:
         if table.has(field):
@@ -153,6 +159,8 @@ def _device(name: str, table: TomlTable) -> _Known:
         given["flops_per_s"] = _rates(table)
     if table.has("target"):
         given["target"] = _target(table.table("target"))
+    if table.has("efficiency"):
+        given["efficiency"] = _efficiency(table.table("efficiency"))
     if table.has("preset"):
         base = DEVICE_PRESETS.get(table.text("preset"))
         if base is None:
@@ -182,6 +190,17 @@ def _rates(table: TomlTable) -> dict[str, float]:
             "flops_per_s", "flops_per_s has no f32", "the vector unit's f32 rate, always", "add f32 to flops_per_s"
         )
     return {key: float(rates.number(key)) for key in rates.data}
+
+
+def _efficiency(table: TomlTable) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for name, rows in table.data.items():
+        try:
+            found[name] = tuple((float(size), float(share)) for size, share in rows)
+        except (TypeError, ValueError) as error:
+            raise table.fail(name, f"{name} = {rows!r}", "a list of pairs [size, share]", f"correct {name}") from error
+        check_efficiency(f"{table.file}:{table.line(name)}: {table.where}:", {name: found[name]}, FLOPS_CLASSES)
+    return found
 
 
 def _target(table: TomlTable) -> GpuTarget:

@@ -26,6 +26,9 @@ def write_cluster_file(parts: ClusterParts) -> str:
         lines += ["", f"[devices.{json.dumps(name)}]", *_device_lines(device)]
         if device.target is not None:
             lines += ["", f"[devices.{json.dumps(name)}.target]", *_field_lines(device.target)]
+        if device.efficiency:
+            curves = (f"{json.dumps(key)} = {_toml(points)}" for key, points in device.efficiency.items())
+            lines += ["", f"[devices.{json.dumps(name)}.efficiency]", *curves]
     for name, link in links:
         lines += ["", f"[links.{json.dumps(name)}]", *_field_lines(link)]
     device_names = {device: name for name, device in devices}
@@ -57,11 +60,12 @@ def _named(items: Sequence[T], wishes: Sequence[str]) -> list[tuple[str, T]]:
 
 
 def _device_lines(device: DeviceSpec) -> list[str]:
-    return [line for line in _field_lines(device) if not line.startswith("target =")]
+    return [line for line in _field_lines(device) if not line.startswith(("target =", "efficiency ="))]
 
 
 def _field_lines(record: Any) -> list[str]:
-    return [f"{field.name} = {_toml(getattr(record, field.name))}" for field in dataclasses.fields(record)]
+    fields = [field.name for field in dataclasses.fields(record) if field.init]
+    return [f"{name} = {_toml(getattr(record, name))}" for name in fields]
 
 
 def _toml(value: Any) -> str:

@@ -7,11 +7,12 @@ cost model multiplies the two. A figure that was measured as reached goes in wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, final
 
 from autoshard.errors import ClusterError, explain
+from autoshard.hardware.efficiency import Curve, Points, check_efficiency
 
 FLOPS_CLASSES = ("bf16", "f16", "tf32", "f32", "f64", "int8", "f8")
 """Kinds of arithmetic with a rate of their own. All but f32 and f64 are the matrix units' dense rates."""
@@ -141,6 +142,8 @@ class DeviceSpec:
       matmul_efficiency: part of `flops_per_s` that large matrix products reach.
       memory_efficiency: part of `memory_bytes_per_s` that streaming kernels reach.
       target: what XLA's deviceless GPU compiler needs; None where that is not known.
+      efficiency: measured shares of the peak rates by operator class and size (`hardware/efficiency.py`); a class
+        that is there replaces `matmul_efficiency` and `memory_efficiency`.
 
     Raises:
       ClusterError: a figure is missing, not finite, or not positive.
@@ -158,6 +161,8 @@ class DeviceSpec:
     matmul_efficiency: float = MATMUL_EFFICIENCY
     memory_efficiency: float = MEMORY_EFFICIENCY
     target: GpuTarget | None = None
+    efficiency: Mapping[str, Points] = field(default_factory=dict[str, Points], hash=False)
+    _curves: Mapping[str, Curve] = field(init=False, repr=False, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -184,6 +189,22 @@ class DeviceSpec:
         check_not_negative(where, "collective_launch_s", self.collective_launch_s)
         check_share(where, "matmul_efficiency", self.matmul_efficiency)
         check_share(where, "memory_efficiency", self.memory_efficiency)
+        points, curves = check_efficiency(where, self.efficiency, FLOPS_CLASSES)
+        object.__setattr__(self, "efficiency", points)
+        object.__setattr__(self, "_curves", curves)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it has measured efficiencies."""
+        return bool(self._curves)
+
+    def share(self, names: Sequence[str], size: float) -> float | None:
+        """The measured share of the peak rate of the first class among `names` that was measured, at a size."""
+        for name in names:
+            curve = self._curves.get(name)
+            if curve is not None:
+                return curve.at(size)
+        return None
 
     def peak_flops_per_s(self, flops_class: str) -> float:
         """Peak FLOP/s of a class; a class the device has no unit for runs as f32, f64 at half of f32."""

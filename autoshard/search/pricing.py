@@ -97,7 +97,8 @@ class Pricer:
             if traffic.axes not in self._groups:
                 self._groups[traffic.axes] = axis_group(self.cluster, self.mesh, traffic.axes)
             seconds = collective_time_s(traffic.kind, traffic.nbytes, self._groups[traffic.axes])
-            self._times[traffic] = seconds + self._device.collective_launch_s
+            share = self._device.share((traffic.kind,), traffic.nbytes) or 1.0
+            self._times[traffic] = seconds / share + self._device.collective_launch_s
         return self._times[traffic]
 
     def times(self) -> dict[Traffic, float]:

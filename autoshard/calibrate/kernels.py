@@ -1,0 +1,234 @@
+"""The small programs whose times say what a device does: one operator at one size, several times over.
+
+Each repeat has operands of its own, so that nothing is computed once for all, and together they are larger than the
+caches next to a core: in a train step a kernel's operands come from farther away too.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import jax
+import jax.numpy as jnp
+
+Rate = Literal["flops", "transcendentals", "bytes", "kernels", "calls"]
+
+WORKING_SET = 12 * 2**20
+"""Bytes all repeats touch together: beyond a core's own caches (1 to 2 MiB), within the memory's."""
+
+WORK_FLOPS = 40e6
+"""Operations of all repeats together: half a millisecond of a core, twenty times what a call costs."""
+
+MOST_REPEATS = 32
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One thing to measure.
+
+    Attributes:
+      operator: class of `DeviceSpec.efficiency`, with the dtype where it matters; "launch", "call" for overheads.
+      size: where on the class's curve.
+      rate: what `work` counts.
+      work: of one repeat.
+      body: one repeat.
+      operands: (shape, dtype) of one repeat's operands; integers count from 0 to below `rows`.
+      repeats: how often the body is in the program.
+      rows: of a table that integers point into.
+    """
+
+    operator: str
+    size: float
+    rate: Rate
+    work: float
+    body: Callable[..., Any]
+    operands: tuple[tuple[tuple[int, ...], str], ...]
+    repeats: int
+    rows: int = 1
+
+    @property
+    def key(self) -> str:
+        """Name in the record."""
+        return f"{self.operator}@{self.size:g}"
+
+
+def kernels(quick: bool, rich: bool = True) -> list[Kernel]:
+    """All that is measured of a device, the most telling first.
+
+    Args:
+      quick: few sizes and operators.
+      rich: half and double precision too.
+    """
+    found = [*_overheads(), *_products(quick), *_streams(quick), *_functions(quick)]
+    if not quick:
+        found += [*_convolutions(), *_indexed()]
+    if rich and not quick:
+        found += [_product("matmul.bf16", 256, 256, 256, "bfloat16"), _product("matmul.f64", 256, 256, 256, "float64")]
+    doubles = jax.dtypes.canonicalize_dtype("float64") == jnp.dtype("float64")
+    return [k for k in found if doubles or "float64" not in {dtype for _, dtype in k.operands}]
+
+
+def _repeats(nbytes: float, flops: float = 0.0) -> int:
+    """So many that either the working set or the work is large enough."""
+    enough = min(WORKING_SET / max(nbytes, 1.0), WORK_FLOPS / flops if flops else math.inf)
+    return max(2, min(MOST_REPEATS, math.ceil(enough)))
+
+
+def _overheads() -> Iterator[Kernel]:
+    def chain(x: Any, w: Any) -> Any:
+        for _ in range(32):  # a product and a function: two kernels, which do not fuse
+            x = jnp.tanh(x @ w)
+        return x
+
+    yield Kernel("call", 1, "calls", 1, lambda x, w: x @ w, (((16, 16), "float32"), ((16, 16), "float32")), 1)
+    yield Kernel("launch", 1, "kernels", 64, chain, (((8, 8), "float32"), ((8, 8), "float32")), 4)
+
+
+def _product(operator: str, m: int, k: int, n: int, dtype: str = "float32") -> Kernel:
+    width = jnp.dtype(dtype).itemsize
+    repeats = _repeats(width * (m * k + k * n + m * n), 2 * m * k * n)
+    operands = ((m, k), dtype), ((k, n), dtype)
+    return Kernel(operator, min(m, k, n), "flops", 2 * m * k * n, lambda a, b: a @ b, operands, repeats)
+
+
+def _products(quick: bool) -> Iterator[Kernel]:
+    for size in (32, 128, 512) if quick else (16, 32, 64, 128, 256, 512, 1024):
+        yield _product("matmul.f32", size, size, size)
+    if quick:
+        return
+    yield _product("matmul.f32", 8, 512, 512)
+    yield _product("matmul.f32", 1, 1024, 1024)
+    for rows, width in ((64, 64), (128, 128), (128, 256), (256, 512)):
+
+        def weights(x: Any, g: Any) -> Any:
+            return jnp.einsum("btd,btf->df", x, g)
+
+        flops = 2 * 4 * rows * width * 2 * width
+        shapes = ((4, rows, width), "float32"), ((4, rows, 2 * width), "float32")
+        yield Kernel("matmul_weights.f32", width, "flops", flops, weights, shapes, _repeats(16 * rows * width, flops))
+    for rows, width in ((64, 16), (128, 32), (128, 64), (256, 128)):
+
+        def scores(q: Any, k: Any) -> Any:
+            return jnp.einsum("bthd,bshd->bhts", q, k)
+
+        flops = 2 * 4 * 4 * rows * rows * width
+        shapes = ((4, rows, 4, width), "float32"), ((4, rows, 4, width), "float32")
+        nbytes = 64 * rows * (2 * width + rows)
+        yield Kernel("matmul_batched.f32", width, "flops", flops, scores, shapes, _repeats(nbytes, flops))
+
+
+def _stream(operator: str, elements: int, passes: int, body: Callable[..., Any], count: int = 1) -> Kernel:
+    """Over rows of 256 floats; `passes` arrays are read or written by a repeat."""
+    shape = (max(elements // 256, 1), 256), "float32"
+    nbytes = 4 * elements * passes
+    return Kernel(operator, nbytes, "bytes", nbytes, body, (shape,) * count, _repeats(nbytes))
+
+
+def _streams(quick: bool) -> Iterator[Kernel]:
+    sizes = [2**p for p in ((16, 21) if quick else (12, 14, 16, 18, 20, 22, 24))]
+    for elements in sizes:
+        yield _stream("elementwise", elements, 3, lambda a, b: a * b + a, 2)
+    for elements in sizes[:1] if quick else sizes[1:-1:2]:
+        yield _stream("reduce", elements, 1, lambda a: a.sum(1))
+        yield _stream("reduce_major", elements, 1, lambda a: a.sum(0))
+        if not quick:
+            yield _stream("transpose", elements, 2, lambda a: jnp.concatenate([a.T, a.T[:1]]))
+            yield _stream("cumulative", elements, 2, lambda a: jnp.cumsum(a, 0))
+
+
+def _functions(quick: bool) -> Iterator[Kernel]:
+    functions: dict[str, Callable[[Any], Any]] = {"exp": jnp.exp, "tanh": jnp.tanh, "rsqrt": jax.lax.rsqrt}
+    if not quick:
+        functions |= {
+            "log": jnp.log,
+            "logistic": jax.nn.sigmoid,
+            "sqrt": jnp.sqrt,
+            "sin": jnp.sin,
+            "erf": jax.lax.erf,
+            "pow": lambda x: jnp.abs(x) ** jnp.float32(2.3),
+        }
+    elements = 2**16
+    for name, body in functions.items():
+        operands = (((256, 256), "float32"),)
+        yield Kernel(name, elements, "transcendentals", elements, body, operands, 8)
+
+    def polynomial(x: Any) -> Any:
+        y = x
+        for _ in range(16):
+            y = y * x + x
+        return y
+
+    yield Kernel("vector", 32 * elements, "flops", 32 * elements, polynomial, (((256, 256), "float32"),), 8)
+
+    def draw(x: Any) -> Any:
+        return jax.random.bits(jax.random.wrap_key_data(x[0, :2]), (256, 256))
+
+    # 60 operations a word: RANDOM_FLOPS of stream_rules.py.
+    yield Kernel("random", 60 * elements, "flops", 60 * elements, draw, (((1, 2), "uint32"),), 4)
+    if quick:
+        return
+    comparisons = 8 * 9 / 2 * elements  # Batcher's network over rows of 256, as stream_rules.py counts
+    yield Kernel("sort", comparisons, "flops", comparisons, lambda x: jnp.sort(x, 1), (((256, 256), "float32"),), 2)
+
+
+def _convolutions() -> Iterator[Kernel]:
+    def conv(x: Any, w: Any) -> Any:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def weights(x: Any, g: Any) -> Any:
+        kernel = jnp.zeros((3, 3, x.shape[-1], g.shape[-1]))
+        return jax.linear_transpose(lambda w: conv(x, w), kernel)(g)[0]
+
+    for channels in (8, 32, 64):
+        flops = 2 * 8 * 16 * 16 * channels * channels * 9 * (45 / 48) ** 2
+        image = (8, 16, 16, channels), "float32"
+        kernel = (3, 3, channels, channels), "float32"
+        yield Kernel("conv.f32", channels, "flops", flops, conv, (image, kernel), _repeats(2e6, flops))
+        yield Kernel("conv_weights.f32", channels, "flops", flops, weights, (image, image), _repeats(2e6, flops))
+
+
+def _indexed() -> Iterator[Kernel]:
+    table = (8192, 64), "float32"
+    for rows in (256, 4096):
+        nbytes = 2 * rows * 64 * 4
+        index = (rows,), "int32"
+        yield Kernel("gather", nbytes, "bytes", nbytes, lambda t, i: t[i], (table, index), 4, 8192)
+        yield Kernel(
+            "scatter",
+            1.5 * nbytes,  # read, added to, written
+            "bytes",
+            1.5 * nbytes,
+            lambda t, i, u: t.at[i].add(u),
+            (table, index, ((rows, 64), "float32")),
+            4,
+            8192,
+        )
+
+
+def operands_of(kernel: Kernel, seed: int = 0) -> list[Any]:
+    """Arrays for all repeats, one after the other."""
+    keys = jax.random.split(jax.random.key(seed), kernel.repeats * len(kernel.operands))
+    return [_draw(key, kernel, *each) for key, each in zip(keys, list(kernel.operands) * kernel.repeats, strict=True)]
+
+
+def _draw(key: Any, kernel: Kernel, shape: Sequence[int], dtype: str) -> Any:
+    if jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
+        return jax.random.randint(key, shape, 0, max(kernel.rows, 2), jnp.int32).astype(dtype)
+    return jax.random.uniform(key, shape, jnp.float32, 0.1, 1.0).astype(dtype)
+
+
+def program_of(kernel: Kernel) -> Callable[..., list[Any]]:
+    """The program over those arrays."""
+    step = len(kernel.operands)
+
+    def program(*arrays: Any) -> list[Any]:
+        return [kernel.body(*arrays[i : i + step]) for i in range(0, len(arrays), step)]
+
+    return program

@@ -65,6 +65,8 @@ def run_link(rate: str, folder: Path, budget_s: float, small: bool, port: int) -
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's."""
+    if len(a) < 2:
+        return float("nan")
     first, second = (np.argsort(np.argsort(x)) for x in (a, b))
     return float(np.corrcoef(first, second)[0, 1])
 

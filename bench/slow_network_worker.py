@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 from autoshard import autoshard
+from autoshard.calibrate import calibrate
 from autoshard.cluster import Cluster
 from bench.slow_programs import Case, cases
 
@@ -50,8 +51,6 @@ def main() -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, 2, number)
     file = folder / "cluster.toml"
-    from autoshard.calibrate import calibrate
-
     made = calibrate(budget_s=budget, quick="--small" in sys.argv, cache=folder / "measurements.jsonl")
     if number == 0:
         file.write_text(made.to_toml())
@@ -88,9 +87,8 @@ def measure(case: Case, plan: str, cluster: Cluster, seen: set[tuple[Any, ...]])
     if key in seen:
         return None
     seen.add(key)
-    state, loss = step(state, case.batch)
-    batch = step.place(case.batch)
-    for _ in range(2):
+    state, batch = step.place(state), step.place(case.batch)
+    for _ in range(3):
         state, loss = step(state, batch)
         jax.block_until_ready(loss)
     # The same number in both processes: each step is a meeting.

@@ -1,5 +1,9 @@
 """Roofline, collectives, fusion estimate; memory, simulator, calibration, learned model."""
 
+from .bandwidth_fit import BandwidthFit as BandwidthFit
+from .bandwidth_fit import BandwidthOptions as BandwidthOptions
+from .bandwidth_fit import GroupBandwidth as GroupBandwidth
+from .bandwidth_fit import fit_bandwidths as fit_bandwidths
 from .collectives import COLLECTIVE_KINDS as COLLECTIVE_KINDS
 from .collectives import CollectiveKind as CollectiveKind
 from .collectives import collective_time_s as collective_time_s
@@ -12,6 +16,7 @@ from .fusion import fusible as fusible
 from .fusion import fusion_class as fusion_class
 from .fusion import fusion_estimate as fusion_estimate
 from .fusion import materialized as materialized
+from .least_squares import FitError as FitError
 from .linalg_rules import FFT_FLOPS as FFT_FLOPS
 from .liveness import Life as Life
 from .liveness import Lives as Lives
@@ -24,6 +29,12 @@ from .memory import find_buffers as find_buffers
 from .memory import peak_memory as peak_memory
 from .memory_program import WHOLE as WHOLE
 from .memory_program import Sharding as Sharding
+from .profile_fit import LayerFit as LayerFit
+from .profile_fit import LayerPoint as LayerPoint
+from .profile_fit import fit_layers as fit_layers
+from .protocol_fit import CollectiveTime as CollectiveTime
+from .protocol_fit import ProtocolFit as ProtocolFit
+from .protocol_fit import fit_protocols as fit_protocols
 from .reshard import path_collectives as path_collectives
 from .reshard import rematerializes as rematerializes
 from .reshard import reshard_collectives as reshard_collectives

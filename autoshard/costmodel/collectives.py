@@ -124,7 +124,7 @@ def _flat_rate(levels: tuple[Level, ...]) -> float:
     """Bytes a second through one place of a ring over all levels: outer levels are crossed by all members at once."""
     rate, inside = math.inf, 1
     for level in levels:
-        rate = min(rate, inside * level.link.rate_bytes_per_s)
+        rate = min(rate, inside * level.rate_bytes_per_s)
         inside *= level.size
     return rate
 
@@ -136,6 +136,6 @@ def _all_to_all_s(nbytes: float, group: GroupLinks) -> float:
     for level in group.levels:
         peers = inside * (level.size - 1)
         latency += peers * level.link.latency_s
-        time = max(time, share * peers / group.size / level.link.rate_bytes_per_s)
+        time = max(time, share * peers / group.size / level.rate_bytes_per_s)
         inside *= level.size
     return latency + time

@@ -18,6 +18,7 @@
     bytes_per_s = 450e9
     latency_s = 2e-6
     efficiency = 0.8                # may be left out: 1
+    efficiency_by_members = []      # of a network, may be left out: [[4, 0.7]] is 0.7 of that from 4 members a node on
 
     [links.infiniband]
     bytes_per_s = 50e9
@@ -173,11 +174,28 @@ def read_cluster_file(path: Path) -> ClusterParts:
 
 
 def _link(table: _Table) -> Link:
-    table.only("bytes_per_s", "latency_s", "efficiency")
+    table.only("bytes_per_s", "latency_s", "efficiency", "efficiency_by_members")
     efficiency = table.number("efficiency") if table.has("efficiency") else 1.0
     if efficiency > 1:
         raise table.fail(f"efficiency = {efficiency}", "a share above 0 and at most 1", "correct efficiency")
-    return Link(float(table.number("bytes_per_s")), float(table.number("latency_s")), float(efficiency))
+    shares = _shares(table) if table.has("efficiency_by_members") else ()
+    return Link(float(table.number("bytes_per_s")), float(table.number("latency_s")), float(efficiency), shares)
+
+
+def _shares(table: _Table) -> tuple[tuple[int, float], ...]:
+    rows = table.need("efficiency_by_members")
+    shares: list[tuple[int, float]] = []
+    for row in cast("list[Any]", rows) if isinstance(rows, list) else [rows]:
+        match row:
+            case [int(members), int() | float() as share] if members >= 1 and 0 < share <= 1:
+                shares.append((members, float(share)))
+            case _:
+                raise table.fail(
+                    f"efficiency_by_members = {rows!r}",
+                    "pairs of members and a share above 0 and at most 1, e.g. [[4, 0.7]]",
+                    "correct efficiency_by_members",
+                )
+    return tuple(shares)
 
 
 def _device(name: str, table: _Table) -> DeviceSpec:

@@ -11,6 +11,7 @@ Where a cluster lists its wires, these are all that counts: a group then carries
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
@@ -261,10 +262,17 @@ class Level:
     Attributes:
       size: how many.
       link: bandwidth is that of one device while all members of the group use the level at once.
+      efficiency: share of the link's rate that rings of this group reach (`Link.efficiency_by_members`).
     """
 
     size: int
     link: Link
+    efficiency: float = 1.0
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Bandwidth that collectives of all members reach, per device and direction."""
+        return self.link.rate_bytes_per_s * self.efficiency
 
 
 @final
@@ -386,13 +394,15 @@ def _group_links(cluster: Cluster, members: np.ndarray[Any, np.dtype[Any]]) -> G
     network = cluster.network
     if cluster.shared_network:
         busiest = int(members[spread > 1].sum(axis=0).max())  # devices of one node that talk across
-        network = Link(network.bytes_per_s / busiest, network.latency_s, network.efficiency)
+        network = dataclasses.replace(network, bytes_per_s=network.bytes_per_s / busiest)
     most, least = int(widest.max()), int(widest[widest > 0].min())
+    share = network.share_of_members(most)
     if most != least:
-        return GroupLinks(size, (Level(size, _slowest([inner, network])),))
+        flat = (Level(size, inner), Level(size, network, share))
+        return GroupLinks(size, (min(flat, key=lambda level: level.rate_bytes_per_s),))
     if most == 1:
-        return GroupLinks(size, (Level(size, network),))
-    return GroupLinks(size, (Level(most, inner), Level(nodes, network)))
+        return GroupLinks(size, (Level(size, network, share),))
+    return GroupLinks(size, (Level(most, inner), Level(nodes, network, share)))
 
 
 def _slowest(links: Sequence[Link]) -> Link:

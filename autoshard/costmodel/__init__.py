@@ -2,6 +2,10 @@
 
 from .algorithms import COLLECTIVE_KINDS as COLLECTIVE_KINDS
 from .algorithms import CollectiveKind as CollectiveKind
+from .bandwidth_fit import BandwidthFit as BandwidthFit
+from .bandwidth_fit import BandwidthOptions as BandwidthOptions
+from .bandwidth_fit import GroupBandwidth as GroupBandwidth
+from .bandwidth_fit import fit_bandwidths as fit_bandwidths
 from .collectives import best_algorithm as best_algorithm
 from .collectives import collective_time_s as collective_time_s
 from .collectives import wire_bytes as wire_bytes
@@ -13,6 +17,7 @@ from .fusion import fusible as fusible
 from .fusion import fusion_class as fusion_class
 from .fusion import fusion_estimate as fusion_estimate
 from .fusion import materialized as materialized
+from .least_squares import FitError as FitError
 from .linalg_rules import FFT_FLOPS as FFT_FLOPS
 from .liveness import Life as Life
 from .liveness import Lives as Lives
@@ -30,8 +35,14 @@ from .memory_program import Sharding as Sharding
 from .pipeline_law import Block as Block
 from .pipeline_law import pipeline_latency_s as pipeline_latency_s
 from .pipeline_law import pipeline_tasks as pipeline_tasks
+from .profile_fit import LayerFit as LayerFit
+from .profile_fit import LayerPoint as LayerPoint
+from .profile_fit import fit_layers as fit_layers
 from .profile_graph import State as State
 from .profile_graph import read_profile as read_profile
+from .protocol_fit import CollectiveTime as CollectiveTime
+from .protocol_fit import ProtocolFit as ProtocolFit
+from .protocol_fit import fit_protocols as fit_protocols
 from .reshard import path_collectives as path_collectives
 from .reshard import rematerializes as rematerializes
 from .reshard import reshard_collectives as reshard_collectives

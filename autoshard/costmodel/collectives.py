@@ -134,7 +134,7 @@ def _doublings(level: Level) -> Iterator[Algorithm]:
     """Half of an all-reduce by recursive halving and doubling, where the size is a power of two."""
     n = level.size
     if n & (n - 1) == 0:
-        bandwidth = level.link.rate_bytes_per_s
+        bandwidth = level.rate_bytes_per_s
         yield Algorithm("recursive doubling", math.log2(n) * level.link.latency_s, (n - 1) / n / bandwidth)
 
 
@@ -148,7 +148,7 @@ def _flat_rate(levels: tuple[Level, ...]) -> float:
     """Bytes a second through one place of a ring over all levels: outer levels are crossed by all members at once."""
     rate, inside = math.inf, 1
     for level in levels:
-        rate = min(rate, inside * level.link.rate_bytes_per_s)
+        rate = min(rate, inside * level.rate_bytes_per_s)
         inside *= level.size
     return rate
 
@@ -160,6 +160,6 @@ def _all_to_all(levels: tuple[Level, ...]) -> Algorithm:
     for level in levels:
         peers = inside * (level.size - 1)
         latency += peers * level.link.latency_s
-        per_byte = max(per_byte, peers / size**2 / level.link.rate_bytes_per_s)
+        per_byte = max(per_byte, peers / size**2 / level.rate_bytes_per_s)
         inside *= level.size
     return Algorithm("pairwise", latency, per_byte)

@@ -21,6 +21,7 @@
     bytes_per_s = 450e9
     latency_s = 2e-6
     efficiency = 0.8                # may be left out: 1
+    efficiency_by_members = []      # of a network, may be left out: [[4, 0.7]] is 0.7 of that from 4 members a node on
 
     [links.infiniband]
     bytes_per_s = 50e9
@@ -59,7 +60,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from autoshard.hardware.device import DEVICE_KINDS, FLOPS_CLASSES, DeviceSpec, GpuTarget, Link, Node, Wire
 from autoshard.hardware.efficiency import Points, check_efficiency
@@ -136,9 +137,27 @@ def _of_preset(preset: DevicePreset) -> _Known:
 
 
 def _link(table: TomlTable) -> Link:
-    table.only("bytes_per_s", "latency_s", "efficiency")
+    table.only("bytes_per_s", "latency_s", "efficiency", "efficiency_by_members")
     efficiency = table.share("efficiency") if table.has("efficiency") else 1.0
-    return Link(float(table.number("bytes_per_s")), float(table.number("latency_s")), efficiency)
+    shares = _shares(table) if table.has("efficiency_by_members") else ()
+    return Link(float(table.number("bytes_per_s")), float(table.number("latency_s")), efficiency, shares)
+
+
+def _shares(table: TomlTable) -> tuple[tuple[int, float], ...]:
+    rows = table.need("efficiency_by_members")
+    shares: list[tuple[int, float]] = []
+    for row in cast("list[Any]", rows) if isinstance(rows, list) else [rows]:
+        match row:
+            case [int(members), int() | float() as share] if members >= 1 and 0 < share <= 1:
+                shares.append((members, float(share)))
+            case _:
+                raise table.fail(
+                    "efficiency_by_members",
+                    f"efficiency_by_members = {rows!r}",
+                    "pairs of members and a share above 0 and at most 1, e.g. [[4, 0.7]]",
+                    "correct efficiency_by_members",
+                )
+    return tuple(shares)
 
 
 def _device(name: str, table: TomlTable) -> _Known:

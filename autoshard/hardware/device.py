@@ -240,21 +240,41 @@ class Link:
       bytes_per_s: bandwidth of each device in each direction.
       latency_s: time of one step of a collective, or of one message, with no bytes in it.
       efficiency: part of the bandwidth that collectives reach.
+      efficiency_by_members: of a network, (members, share) with rising members: a collective of a group that has at
+        least so many members in a node reaches that share of `efficiency`; below the first entry all of it. Measured
+        by `autoshard.costmodel.fit_bandwidths`. A permute sends one message a device and is not slowed.
     """
 
     bytes_per_s: float
     latency_s: float
     efficiency: float = 1.0
+    efficiency_by_members: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_positive("a link", "bytes_per_s", self.bytes_per_s)
         check_not_negative("a link", "latency_s", self.latency_s)
         check_share("a link", "efficiency", self.efficiency)
+        counts = [members for members, _ in self.efficiency_by_members]
+        if counts != sorted(set(counts)) or min(counts, default=1) < 1:
+            raise ClusterError(
+                explain(
+                    f"a link has efficiency_by_members for {counts} members",
+                    "rising counts from 1 on",
+                    "sort the entries",
+                )
+            )
+        for members, share in self.efficiency_by_members:
+            check_share("a link", f"efficiency_by_members of {members}", share)
 
     @property
     def rate_bytes_per_s(self) -> float:
         """Bandwidth that is reached, per device and direction."""
         return self.bytes_per_s * self.efficiency
+
+    def share_of_members(self, members: int) -> float:
+        """The share of `rate_bytes_per_s` for a group with so many members in a node."""
+        reached = [share for least, share in self.efficiency_by_members if least <= members]
+        return reached[-1] if reached else 1.0
 
 
 @final

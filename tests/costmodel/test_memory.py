@@ -15,9 +15,8 @@ from autoshard import autoshard
 from autoshard.costmodel import WHOLE, Buffers, Sharding, find_buffers, find_lives, materialized, peak_memory, usage
 from autoshard.ir import Graph, Spec, Value, local_bytes, trace
 from autoshard.search import prepare
-from bench.memory import measure
+from bench.memory_cases import Case, measure
 from tests.problems import Step, looped, mlp, normal, random_step
-from tests.zoo import get
 
 KIB = 1024
 SIDE = 16
@@ -256,7 +255,7 @@ def test_time_grows_with_the_graph_only() -> None:
     "name", ["mlp_momentum", "accumulation_scan", "scanned_remat", "fourier_mixer", "lstm_carried"]
 )
 def test_the_planned_peak_is_near_xlas(name: str) -> None:
-    row = measure(get(name), "2x4")
+    row = measure(Case("zoo", name))
     assert abs(row.error) < 0.3, row
 
 

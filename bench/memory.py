@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
@@ -80,9 +81,9 @@ def show(rows: Sequence[Row]) -> Table:
     return table
 
 
-def summary(rows: Sequence[Row]) -> list[dict[str, object]]:
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Of each device and set: programs, failures, median and worst relative error."""
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for device, group in dict.fromkeys((row.device, row.case.group) for row in rows):
         mine = [row for row in rows if (row.device, row.case.group) == (device, group)]
         good = [row for row in mine if not row.failure]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from autoshard import autoshard
 from autoshard.cluster import Cluster, Node, resolve_cluster
+from autoshard.errors import CompileError
 from autoshard.plan import Plan
 from bench.gpt import GPT2, make_step
 from bench.pins import DATA_PARALLEL, fully_sharded
@@ -31,6 +32,10 @@ PLANS = ("data parallel", "fully sharded", "chosen")
 
 ENOUGH = "10TB"
 """Memory limit where the plan shall not depend on it."""
+
+NO_TRITON = ("--xla_gpu_enable_triton_gemm=false",)
+"""Flags of a second attempt: XLA of jax 0.10.1 finds no tiles for some of ViT's products (197 tokens) where nothing can
+be tuned, and ends with an internal error."""
 
 CACHE_VERSION = 1
 """Counted up when a plan is compiled to another program than before."""
@@ -202,9 +207,8 @@ def _on_cpu(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
 
 
 def _on_h100(plan: Plan) -> dict[str, int]:
-    memory = plan.compile("h100x8").memory
-    return {
-        "peak": memory.peak,
-        "temporaries": memory.temporaries,
-        "kept": memory.arguments + memory.outputs - memory.aliased,
-    }
+    try:
+        memory = plan.compile("h100x8").memory
+    except CompileError:
+        memory = plan.compile("h100x8", xla_flags=NO_TRITON).memory
+    return {"peak": memory.peak, "temporaries": memory.temporaries}

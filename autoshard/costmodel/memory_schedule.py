@@ -16,8 +16,8 @@ from autoshard.costmodel.memory_program import Fusing, Node
 LAUNCH_S = 1e-6
 """A kernel (XLA, gpu_performance_model_base.h, kKernelLaunchOverhead)."""
 
-COLLECTIVE_S = 3e-6
-"""A collective. Fitted on jax 0.10.1: of 2, 3, 5 and 10 us it came nearest to XLA's count of the zoo's memory."""
+COLLECTIVE_S = 4e-6
+"""A collective. Fitted on jax 0.10.1: of 2 to 10 us it came nearest to XLA's count of the zoo's memory."""
 
 LINK_BYTES_PER_S = 4e12
 """What a collective moves meanwhile. Fitted: at NVLink's 4.5e11 products in ViT-B/16 wait for three times as

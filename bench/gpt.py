@@ -68,7 +68,7 @@ def _norm(x: jax.Array, p: dict[str, Any]) -> jax.Array:
 
 
 def _layer(x: jax.Array, p: dict[str, Any]) -> jax.Array:
-    half = jnp.bfloat16
+    half = x.dtype
     h = _norm(x, p["norm1"])
     q, k, v = jnp.moveaxis(
         jnp.einsum("btd,dchk->btchk", h, p["qkv"]["kernel"].astype(half)) + p["qkv"]["bias"].astype(half), 2, 0
@@ -83,18 +83,22 @@ def _layer(x: jax.Array, p: dict[str, Any]) -> jax.Array:
     return x + h @ p["down"]["kernel"].astype(half) + p["down"]["bias"].astype(half)
 
 
-def loss_fn(params: dict[str, Any], tokens: jax.Array, targets: jax.Array, remat: bool = False) -> jax.Array:
+def loss_fn(
+    params: dict[str, Any], tokens: jax.Array, targets: jax.Array, remat: bool = False, dtype: Any = jnp.bfloat16
+) -> jax.Array:
     """Mean cross entropy of the next token."""
-    x = params["tokens"][tokens].astype(jnp.bfloat16) + params["positions"][: tokens.shape[1]].astype(jnp.bfloat16)
+    x = params["tokens"][tokens].astype(dtype) + params["positions"][: tokens.shape[1]].astype(dtype)
     layer = jax.checkpoint(_layer) if remat else _layer
     for p in params["layers"]:
         x = layer(x, p)
-    logits = (_norm(x, params["norm"]) @ params["tokens"].T.astype(jnp.bfloat16)).astype(jnp.float32)
+    logits = (_norm(x, params["norm"]) @ params["tokens"].T.astype(dtype)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def make_step(size: Size, batch: int, remat: bool = False) -> tuple[Callable[..., Any], Any, Any]:
-    """(step, abstract state, abstract batch): AdamW with global-norm clipping."""
+def make_step(
+    size: Size, batch: int, remat: bool = False, dtype: Any = jnp.bfloat16
+) -> tuple[Callable[..., Any], Any, Any]:
+    """(step, abstract state, abstract batch): AdamW with global-norm clipping; parameters are float32."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
 
     def make_state(key: jax.Array) -> dict[str, Any]:
@@ -102,7 +106,7 @@ def make_step(size: Size, batch: int, remat: bool = False) -> tuple[Callable[...
         return {"params": params, "opt": optimizer.init(params)}
 
     def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"], batch["targets"], remat)
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"], batch["targets"], remat, dtype)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 

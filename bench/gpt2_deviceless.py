@@ -22,22 +22,13 @@ from rich.table import Table
 from autoshard import autoshard
 from autoshard.errors import InfeasibleError
 from bench.gpt import GPT2, make_step
+from bench.pins import DATA_PARALLEL, fully_sharded
 
 LIMITS = ("80GB", "24GB", "8GB")
 
 
 def hand_written(state: Any) -> dict[str, tuple[tuple[int, ...], dict[str, P]]]:
     """Mesh and pins of each hand-written plan."""
-
-    def largest(leaf: Any) -> P:
-        fits = [d for d, n in enumerate(leaf.shape) if n % 8 == 0]
-        if leaf.size <= 1024 or not fits:
-            return P()
-        at = max(fits, key=lambda d: leaf.shape[d])
-        return P(*("data" if d == at else None for d in range(at + 1)))
-
-    leaves = jax.tree_util.tree_flatten_with_path({"state": state})[0]
-    fully = {jax.tree_util.keystr(path, simple=True, separator="/"): largest(leaf) for path, leaf in leaves}
     megatron = {
         "state/**/qkv/kernel": P(None, None, "model"),
         "state/**/qkv/bias": P(None, "model"),
@@ -48,11 +39,10 @@ def hand_written(state: Any) -> dict[str, tuple[tuple[int, ...], dict[str, P]]]:
         "state/**/down/kernel": P("model"),
         "state/**/down/bias": P(),
     }
-    batch = {"batch/**": P("data")}
     return {
-        "data parallel": ((8,), {"state/**": P(), **batch}),
-        "ZeRO-3": ((8,), {**fully, **batch}),
-        "Megatron 2x4": ((2, 4), {**megatron, **batch}),
+        "data parallel": ((8,), DATA_PARALLEL),
+        "ZeRO-3": ((8,), fully_sharded(state)),
+        "Megatron 2x4": ((2, 4), {**megatron, "batch/**": P("data")}),
     }
 
 

@@ -1,151 +1,154 @@
-"""Peak memory: predicted for the chosen plan against XLA's own number for the compiled program, over the zoo.
+"""Peak memory: predicted for a plan against XLA's own number for the compiled program.
 
-    python -m bench.memory [--mesh 2x4]... [--json FILE] [program]...
+    python -m bench.memory [--device cpu|h100] [--set zoo|real] [--mesh 2x4] [--json FILE] [--cache FILE] [NAME]...
 
-Run on eight CPU devices with a cluster on which splitting small arrays pays. XLA's number is what its buffer assignment
-says of one device: arguments + outputs - outputs in donated buffers + temporaries.
+`zoo`: tests/zoo on a 2x4 mesh, on a cluster on which splitting small arrays pays. `real`: GPT-2 124M (64 x 1024),
+ViT-B/16 (256 x 224 x 224) and ResNet-50 (the same), bf16 and f32, data parallel, fully sharded and as planned, as
+shapes only. XLA's number is what its buffer assignment says of one device: on CPUs arguments + outputs - outputs in
+donated buffers + temporaries, of H100s (compiled without one) the peak. Names are parts of set/program/plan.
+
+A child process does the work: a compiler that crashes ends a row, not the table. With --cache a plan that was compiled
+before is not compiled again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from autoshard import autoshard
-from tests.helpers import eager_cluster
-from tests.zoo import PROGRAMS, Program, get
+from bench.memory_cases import BATCH, DEVICES, SEED, ZOO_MESH, Case, Row, cases, measure
 
-MEDIAN = 0.10
-"""Most that the median relative error may be."""
+MEDIAN = 0.07
+"""Most that the median relative error of a set may be."""
 
-WORST = 0.30
-"""Most that any may be."""
-
-SEED = 0
+GROUPS = ("zoo", "real")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One program on one mesh.
-
-    Attributes:
-      program, mesh: what was planned, where.
-      predicted_bytes, compiled_bytes: peak of one device.
-      temporary_bytes: (predicted, compiled) of it.
-      plan_s, compile_s: seconds.
-      failure: what was raised instead, "" if nothing.
-    """
-
-    program: str
-    mesh: str
-    predicted_bytes: int = 0
-    compiled_bytes: int = 0
-    temporary_bytes: tuple[int, int] = (0, 0)
-    plan_s: float = 0.0
-    compile_s: float = 0.0
-    failure: str = ""
-
-    @property
-    def error(self) -> float:
-        """Relative error, positive where too much was predicted."""
-        return self.predicted_bytes / self.compiled_bytes - 1.0
+def attempt(case: Case, device: str, cache: Path | None) -> Row:
+    """Measures; what is raised becomes the row."""
+    try:
+        return measure(case, device, cache)
+    except Exception as error:  # one program must not end the table
+        return Row(case, device, case.mesh, failure=f"{type(error).__name__}: {error}".split("\n")[0])
 
 
-def measure(program: Program, mesh: str) -> Row:
-    """Plans and compiles one program."""
-    sizes = tuple(int(n) for n in mesh.split("x"))
-    names = tuple("abc")[: len(sizes)]
-    case = program.build(jnp.float32)
-    over = jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
-    step: Any = autoshard(
-        mesh=over,
-        devices=eager_cluster(),
-        seed=SEED,
-        static_argnums=case.static_argnums,
-        static_argnames=case.static_argnames,
-    )(case.step)
-    args, kwargs = case.fresh()
-    begin = time.perf_counter()
-    memory = step.plan(*args, **kwargs).memory
-    planned = time.perf_counter()
-    stats = step.lower(*args, **kwargs).compile().memory_analysis()
-    return Row(
-        program.name,
-        mesh,
-        memory.peak_bytes,
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes,
-        (memory.temporary_bytes, stats.temp_size_in_bytes),
-        planned - begin,
-        time.perf_counter() - planned,
-    )
+def measure_all(found: Sequence[Case], device: str, cache: Path | None) -> Iterator[Row]:
+    """One row after the other, in a child process that is replaced when it crashes."""
+    pool: ProcessPoolExecutor | None = None
+    for case in found:
+        if pool is None:
+            pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
+        try:
+            yield pool.submit(attempt, case, device, cache).result()
+        except BrokenProcessPool:
+            pool.shutdown()
+            pool = None
+            yield Row(case, device, case.mesh, failure="crashed")
+    if pool is not None:
+        pool.shutdown()
+
+
+def _start() -> None:
+    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 def show(rows: Sequence[Row]) -> Table:
-    """The table."""
-    table = Table("program", "mesh", "predicted KiB", "XLA KiB", "error", "temporaries KiB", "of XLA KiB", box=None)
+    """The table of all rows."""
+    table = Table("program", "plan", "mesh", "predicted", "XLA", "error", "temporaries", "XLA's", box=None)
     for row in rows:
+        cells = (row.case.program, row.case.plan, row.mesh)
         if row.failure:
-            table.add_row(row.program, row.mesh, row.failure)
+            table.add_row(*cells, row.failure)
             continue
-        kib = [n / 1024 for n in (row.predicted_bytes, row.compiled_bytes, *row.temporary_bytes)]
-        cells = (f"{kib[0]:.1f}", f"{kib[1]:.1f}", f"{row.error:+.1%}", f"{kib[2]:.1f}", f"{kib[3]:.1f}")
-        table.add_row(row.program, row.mesh, *cells)
+        sizes = [_size(n) for n in (row.predicted_bytes, row.compiled_bytes, *row.temporary_bytes)]
+        table.add_row(*cells, sizes[0], sizes[1], f"{row.error:+.1%}", sizes[2], sizes[3])
     return table
 
 
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of each device and set: programs, failures, median and worst relative error."""
+    found: list[dict[str, Any]] = []
+    for device, group in dict.fromkeys((row.device, row.case.group) for row in rows):
+        mine = [row for row in rows if (row.device, row.case.group) == (device, group)]
+        good = [row for row in mine if not row.failure]
+        worst = max(good, key=lambda row: abs(row.error), default=None)
+        found.append(
+            {
+                "device": device,
+                "set": group,
+                "plans": len(good),
+                "failed": len(mine) - len(good),
+                "median": statistics.median(abs(row.error) for row in good) if good else float("inf"),
+                "worst": worst.error if worst is not None else float("inf"),
+                "worst_of": worst.case.name if worst is not None else "",
+            }
+        )
+    return found
+
+
 def main() -> int:
-    """Prints the table; 1 if an error is above its limit."""
+    """Prints the tables; 1 if a set's median is above its limit or something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", action="append", help="2x4 if none is given; may be given several times")
+    parser.add_argument("--device", choices=("cpu", "h100"), default="cpu")
+    parser.add_argument("--set", action="append", choices=GROUPS, help="both if none is given")
+    parser.add_argument("--mesh", action="append", help="of the zoo; 2x4 if none is given")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("programs", nargs="*", help="all if none is given")
+    parser.add_argument("--cache", type=Path, help="compiles done before, read and added to")
+    parser.add_argument("names", nargs="*", help="all if none is given")
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 8)
-    programs = [get(name) for name in options.programs] if options.programs else PROGRAMS
+    found = cases(tuple(options.set or GROUPS), tuple(options.mesh or [ZOO_MESH]))
+    if options.names:
+        found = [case for case in found if any(name in case.name for name in options.names)]
     console = Console(width=130)
     rows: list[Row] = []
-    for mesh in options.mesh or ["2x4"]:
-        for program in programs:
-            with console.status(f"{program.name}, {mesh}"):
-                try:
-                    rows.append(measure(program, mesh))
-                except Exception as error:  # one program must not end the table
-                    rows.append(Row(program.name, mesh, failure=f"{type(error).__name__}: {error}".split("\n")[0]))
+    for row in measure_all(found, options.device, options.cache):
+        rows.append(row)
+        console.print(
+            f"{row.case.name} {row.failure or format(row.error, '+.1%')} {row.plan_s:.0f}+{row.compile_s:.0f} s"
+        )
     console.print(show(rows))
-    errors = [abs(row.error) for row in rows if not row.failure]
-    median, worst = statistics.median(errors), max(errors)
-    failures = len(rows) - len(errors)
-    console.print(f"{len(errors)} compared, {failures} failed; median error {median:.1%}, worst {worst:.1%}")
+    lines = summary(rows)
+    table = Table("device", "set", "plans", "failed", "median", "worst", "of", box=None)
+    for line in lines:
+        errors = (f"{line['median']:.1%}", f"{line['worst']:+.1%}")
+        table.add_row(*(str(line[k]) for k in ("device", "set", "plans", "failed")), *errors, str(line["worst_of"]))
+    console.print(table)
     if options.json is not None:
         record = {
             "versions": {"jax": jax.__version__, "python": platform.python_version()},
-            "device": "8 x cpu",
+            "device": f"{DEVICES} x {options.device}",
             "seed": SEED,
-            "median": median,
-            "worst": worst,
+            "batch": BATCH,
+            "summary": lines,
             "rows": [asdict(row) for row in rows],
         }
         options.json.write_text(json.dumps(record, indent=1))
-    return int(median > MEDIAN or worst > WORST or failures > 0)
+    return int(any(line["median"] > MEDIAN or line["failed"] for line in lines))
+
+
+def _size(nbytes: float) -> str:
+    """Bytes with a unit, to three or four digits."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 9999:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"
 
 
 if __name__ == "__main__":

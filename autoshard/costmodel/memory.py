@@ -5,7 +5,7 @@
 Buffers come from `memory_program` nodes that are written to memory, in the order in which they run:
 
     cpu   breadth first (XLA:CPU's concurrency-optimized scheduler): what is ready runs in the order it became ready
-    gpu   the program's order
+    gpu   collectives beside kernels (`memory_schedule`)
 
 A result takes over the buffer of an operand that dies there, if every element needs just the same element of it. An
 output that reuses a donated input's buffer needs that all readers of the input surely come before: XLA inserts copies
@@ -23,14 +23,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
 from autoshard.costmodel.memory_fusion import mark_written
+from autoshard.costmodel.memory_fusion_gpu import mark_written_gpu
+from autoshard.costmodel.memory_packing import packed_bytes
 from autoshard.costmodel.memory_program import Fusing, Node, Program, Sharding, build_program
+from autoshard.costmodel.memory_schedule import overlapped_order
 from autoshard.ir import Graph, Value
 
-ALIGNMENT = 64
-"""Bytes that a buffer in the temporary allocation is rounded up to (XLA, cpu_function_runtime::Align)."""
+ALIGNMENT = {"cpu": 64, "gpu": 256}
+"""Bytes that a buffer in the temporary allocation is rounded up to (XLA, cpu_function_runtime::Align; the offsets in
+XLA:GPU's buffer assignments)."""
 
 POINTER = 8
 """Bytes of each entry in the tuple of results (XLA:CPU and XLA:GPU on 64-bit hosts)."""
@@ -67,6 +69,7 @@ class Buffers:
       outputs: of each output its buffer; None where it is an input or a literal, or shares one with an earlier output.
       temporaries: all others.
       reused: for a donated input the output in its buffer, by numbers in `inputs` and `outputs`.
+      alignment: bytes that temporaries are rounded up to.
     """
 
     steps: int
@@ -74,6 +77,7 @@ class Buffers:
     outputs: tuple[Buffer | None, ...]
     temporaries: tuple[Buffer, ...]
     reused: tuple[tuple[int, int], ...]
+    alignment: int = ALIGNMENT["cpu"]
 
 
 @final
@@ -134,7 +138,8 @@ def peak_memory(buffers: Buffers) -> Peak:
     rest = _absorb(buffers.temporaries, slots)
     inputs = sum(b.nbytes for b in buffers.inputs)
     outputs = sum(b.nbytes for b in own) + POINTER * len(buffers.outputs)
-    return Peak(inputs, outputs, _packed(rest, buffers.steps))
+    lives = [b.nbytes for b in rest], [b.start for b in rest], [b.end for b in rest]
+    return Peak(inputs, outputs, packed_bytes(*lives, buffers.alignment))
 
 
 def _absorb(temporaries: Iterable[Buffer], slots: list[tuple[int, list[tuple[int, int]]]]) -> list[Buffer]:
@@ -151,15 +156,6 @@ def _absorb(temporaries: Iterable[Buffer], slots: list[tuple[int, list[tuple[int
         else:
             left.append(buffer)
     return left
-
-
-def _packed(buffers: Sequence[Buffer], steps: int) -> int:
-    change = np.zeros(steps + 2, np.int64)
-    for b in buffers:
-        size = -(-b.nbytes // ALIGNMENT) * ALIGNMENT
-        change[b.start] += size
-        change[b.end] -= size
-    return int(np.cumsum(change).max(initial=0))
 
 
 @final
@@ -187,24 +183,35 @@ class _Clock:
                 continue
             seen.add(ref)
             outputs.append(Buffer(nodes[ref].value, nodes[ref].nbytes, self.spans[ref][0], self.now + 1))
-        return Buffers(self.now + 1, inputs, tuple(outputs), tuple(self.temporaries), donated)
+        return Buffers(self.now + 1, inputs, tuple(outputs), tuple(self.temporaries), donated, ALIGNMENT[self.kind])
 
     def run(self, program: Program, top: bool) -> None:
         """One computation; buffers of its inputs and outputs belong to its caller."""
         nodes = program.nodes
         if self.kind == "cpu":
             mark_written(program)
+        else:
+            mark_written_gpu(program)
         _drop_unread(program)
         reads = _reads(nodes)
         cpu = self.kind == "cpu"
-        order = _breadth_first(nodes, reads, program.outputs) if cpu else _updates_last(nodes, reads)
+        order = _breadth_first(nodes, reads, program.outputs) if cpu else overlapped_order(nodes, reads)
         copied = _copies(program, reads) if cpu else set[int]()
         begin, finish, last = [0] * len(nodes), [0] * len(nodes), [self.now] * len(nodes)
         entry = self.now
         last_reader = [-1] * len(nodes)
+        started: set[int] = set()
         for n in order:
             node = nodes[n]
-            if node.fusing is Fusing.PART:
+            if node.collective and not cpu and n not in started:
+                started.add(n)
+                begin[n] = self.now
+                self.now += 1
+                continue
+            if n in started:
+                finish[n] = self.now
+                self.now += 1
+            elif node.fusing is Fusing.PART:
                 begin[n], finish[n] = begin[node.operands[0]], self.now
             elif node.fusing is Fusing.INPUT:
                 begin[n] = finish[n] = entry
@@ -221,7 +228,7 @@ class _Clock:
                 last_reader[ref] = n
         self.now += 1
         mine = set(program.inputs) | {ref for ref in program.outputs if ref >= 0}
-        for n in order:
+        for n in dict.fromkeys(order):
             node = nodes[n]
             end = last[n]
             reader = last_reader[n]
@@ -300,25 +307,6 @@ def _breadth_first(nodes: Sequence[Node], reads: Reads, outputs: Sequence[int]) 
             if not waiting[user]:
                 ready.append(user)
     return order
-
-
-def _updates_last(nodes: Sequence[Node], reads: Reads) -> list[int]:
-    """The program's order, but what only elementwise work follows after a sum over devices waits until the end."""
-    leads = [False] * len(nodes)  # to a kernel that is not elementwise
-    after = [False] * len(nodes)  # a sum over devices
-    for n in range(len(nodes) - 1, -1, -1):
-        if nodes[n].written and (leads[n] or nodes[n].fusing not in (Fusing.LOOP, Fusing.REDUCE)):
-            for ref in reads[n]:
-                leads[ref] = True
-    first: list[int] = []
-    waiting: list[int] = []
-    for n, node in enumerate(nodes):
-        if not node.written:
-            continue
-        after[n] = any(after[ref] or nodes[ref].sums for ref in reads[n])
-        waits = after[n] and not leads[n] and node.fusing in (Fusing.LOOP, Fusing.REDUCE)
-        (waiting if waits else first).append(n)
-    return first + waiting
 
 
 def _post_order(nodes: Sequence[Node], reads: Reads, outputs: Sequence[int]) -> list[int]:

@@ -11,10 +11,13 @@ resharding goes through, the copies that bring a product's operands into the ord
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
+
+import jax.numpy as jnp
 
 from autoshard import jax_compat
 from autoshard.costmodel.fusion import FusionClass, fusion_class
@@ -51,6 +54,9 @@ class Node:
       in_place: operand whose buffer the result takes over if it dies here, whatever the shape; -1 for none.
       solid: whether it is never fused into its readers.
       sums: whether it combines the devices' partial sums.
+      collective: whether devices exchange data in it.
+      elements: of its result, 0 for what the partitioner adds.
+      work: of computing it, in bytes through memory that take a GPU as long.
       written: whether its result goes through memory.
     """
 
@@ -66,6 +72,9 @@ class Node:
     in_place: int = -1
     solid: bool = False
     sums: bool = False
+    collective: bool = False
+    elements: int = 0
+    work: float = 0.0
     written: bool = False
 
 
@@ -116,9 +125,16 @@ RANDOM_WORDS = 4
 """Buffers of the result's size that a threefry call holds besides it: two halves of the counter, two of the state.
 JAX's CPU lowering is a loop over rounds with these as carries."""
 
+CUBLAS_WORKSPACE = 4 << 20
+"""Bytes for the library that multiplies complex numbers, which Triton kernels do not (seen, without a GPU)."""
+
 TREE_WINDOW = 32
 """Reductions over more elements than this along one dimension go through a reduce-window, which fuses with nothing
 (XLA:CPU, cpu_compiler.cc, TreeReductionRewriter)."""
+
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+"""What XLA:CPU computes in float32 where types are narrower (cpu_float_support.cc). Operands of matrix products are
+kept in float32 (seen in buffer assignments); to count those of convolutions so was 23 % too much for ResNet-50."""
 
 LAPACK = frozenset(
     (
@@ -142,6 +158,14 @@ LAPACK = frozenset(
 
 _EXPENSIVE = frozenset(TRANSCENDENTAL) | REDUCTIONS | {"div", "rem", "integer_pow"}
 """XLA, instruction_fusion.cc, IsExpensive; `integer_pow` becomes products, of which only the first are cheap."""
+
+_WORK = {"tanh": 12.0, "exp": 2.0, "exp2": 2.0, "rsqrt": 2.0, "sqrt": 2.0, "log": 4.0, "logistic": 3.0, "div": 1.0}
+"""Bytes through memory that take as long as an element. XLA's model of an H100 writes the tanh of GPT-2's gelu in bf16
+(8 bytes less to compute it again) and computes it again in f32 (16); the others by the cycles that XLA measured of them
+and of tanh (hlo_op_profiles_data.h, sm_90)."""
+
+_WORK_OF_OTHERS = 6.0
+"""Of transcendental functions not in `_WORK`: between log1p and tanh."""
 
 _REUSING = frozenset(("broadcast_in_dim", "broadcast_to", "gather", "tile", "reduce_window_sum", "concatenate", "pad"))
 _MOVING = _REUSING | {
@@ -202,6 +226,7 @@ class _Scope:
         self.moved: dict[tuple[Value, Spec], int] = {}
         self.invariant: dict[Value, tuple[_Scope, int]] = {}  # inputs that no trip changes: where they come from
         self.hoisted: list[int] = []  # nodes of the scope around that were made for this one
+        self.wide: dict[int, int] = {}  # in single precision, what XLA:CPU multiplies so
         self.turned: dict[Value, tuple[int, int, tuple[int, ...]]] = {}  # transposes: node, what it reads, which order
 
     def node(self, node: Node) -> int:
@@ -254,6 +279,9 @@ class _Scope:
     def alone(self, nbytes: int, *operands: int) -> int:
         return self.node(Node(Fusing.ALONE, nbytes, operands, written=True))
 
+    def collective(self, nbytes: int, operand: int) -> int:
+        return self.node(Node(Fusing.ALONE, nbytes, (operand,), collective=True, written=True))
+
     def move(self, value: Value, now: int, source: Spec, target: Spec) -> int:
         """One resharding: gathers, exchanges and slices as the partitioner writes them."""
         before, after = self.b.size(value, source), self.b.size(value, target)
@@ -262,16 +290,16 @@ class _Scope:
         if not any(gathered):
             if any(split):
                 return self.node(Node(Fusing.LOOP, after, (now,), None, (False,), (False,)))
-            return self.alone(after, now)
+            return self.collective(after, now)
         if any(split):
             packed = self.loop(before, now)
-            return self.loop(after, self.alone(after, packed))
+            return self.loop(after, self.collective(after, packed))
         shape = local_shape(value.shape, source, self.s.sizes)
         first = gathered.index(True)
         if not self.b.cpu or all(n == 1 for n in shape[:first]):
-            return self.alone(after, now)
+            return self.collective(after, now)
         # XLA:CPU gathers along the major dimension only: other layouts before and after.
-        return self.loop(after, self.alone(after, self.loop(before, now)))
+        return self.loop(after, self.collective(after, self.loop(before, now)))
 
     def equation(self, equation: Equation) -> None:
         name = equation.name
@@ -338,9 +366,17 @@ class _Scope:
                 node.solid = name == "concatenate" and equation_dimension(equation) == len(value.shape) - 1
                 if self.b.written is not None and node.fusing is not Fusing.ALONE:
                     node.written = self.b.written(value)
+                node.elements = nbytes // value.dtype.itemsize if value.dtype.itemsize else 0
+                node.work = node.elements * _WORK.get(name, _WORK_OF_OTHERS if name in TRANSCENDENTAL else 0.0)
+                if self.b.cpu and name in PRODUCTS and _narrow(value):
+                    wide = self.widened(refs) if name == "dot_general" else refs
+                    ref = self.node(dataclasses.replace(node, nbytes=2 * nbytes, value=None, operands=wide))
+                    node = Node(Fusing.LOOP, nbytes, (ref,), value, (False,), (False,))
+                if name == "dot_general" and value.dtype.kind == "c" and not self.b.cpu:
+                    node.scratch = CUBLAS_WORKSPACE
                 ref = self.node(node)
             if partial is not None:
-                ref = self.alone(nbytes if self.b.cpu else self.b.size(value, spec), ref)
+                ref = self.collective(nbytes if self.b.cpu else self.b.size(value, spec), ref)
                 self.out.nodes[ref].sums = True
                 self.out.nodes[ref].in_place = -1 if self.b.cpu else 0
                 if raw != spec and self.b.cpu:
@@ -350,6 +386,15 @@ class _Scope:
             self.at[value] = ref
         if name == "transpose" and isinstance(equation, Apply) and refs:
             self.turned[equation.outputs[0]] = (made[0], refs[0], tuple(equation.params["permutation"]))
+
+    def widened(self, refs: tuple[int, ...]) -> tuple[int, ...]:
+        """Operands in single precision, made once for all matrix products that read them."""
+        for ref in refs:
+            if ref not in self.wide:
+                self.wide[ref] = self.node(
+                    Node(Fusing.LOOP, 2 * self.out.nodes[ref].nbytes, (ref,), None, (False,), (False,), solid=True)
+                )
+        return tuple(self.wide[ref] for ref in refs)
 
     def windowed(self, equation: Equation) -> bool:
         """Whether a reduction goes through a reduce-window."""
@@ -478,6 +523,11 @@ def _outer(equation: Equation) -> bool:
     numbers: tuple[tuple[Sequence[int], ...], tuple[Sequence[int], ...]] = equation.params["dimension_numbers"]
     (contract, _), _ = numbers
     return all(equation.inputs[0].shape[d] == 1 for d in contract)
+
+
+def _narrow(value: Value) -> bool:
+    """Whether XLA:CPU multiplies it in single precision and converts."""
+    return value.dtype.itemsize == 2 and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _in_blocks(shape: Sequence[int], contract: Sequence[int], batch: Sequence[int]) -> bool:

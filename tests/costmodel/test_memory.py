@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,11 +14,12 @@ from jax.sharding import PartitionSpec
 
 from autoshard import autoshard
 from autoshard.costmodel import WHOLE, Buffers, Sharding, find_buffers, find_lives, materialized, peak_memory, usage
+from autoshard.costmodel.memory_packing import packed_bytes
 from autoshard.ir import Graph, Spec, Value, local_bytes, trace
 from autoshard.search import prepare
-from bench.memory import measure
+from bench.memory import MEDIAN
+from bench.memory_cases import Case, measure
 from tests.problems import Step, looped, mlp, normal, random_step
-from tests.zoo import get
 
 KIB = 1024
 SIDE = 16
@@ -207,7 +209,8 @@ def test_properties(name: str, kind: str) -> None:
         assert all(0 <= b.start < b.end <= found.steps + 1 for b in found.temporaries)
         peak = peak_memory(found)
         biggest = max((b.nbytes for b in found.temporaries), default=0)
-        assert peak.temporary_bytes <= sum(-(-b.nbytes // 64) * 64 for b in found.temporaries)
+        rounded = [-(-b.nbytes // found.alignment) * found.alignment for b in found.temporaries]
+        assert peak.temporary_bytes <= sum(rounded)
         assert peak.peak_bytes >= peak.inputs_bytes + peak.outputs_bytes
         assert biggest <= peak.peak_bytes
     state = sum(graph.inputs[i].nbytes for i, _ in donated)
@@ -215,7 +218,7 @@ def test_properties(name: str, kind: str) -> None:
     written = materialized(graph).__contains__ if kind == "gpu" else None
     lives = find_lives(graph, donated, kind, written)
     curve = usage(lives, {life.value: life.value.nbytes for life in lives.lives})
-    assert curve.max() <= peak_memory(given).peak_bytes + 64 * len(given.temporaries)
+    assert curve.max() <= peak_memory(given).peak_bytes + given.alignment * len(given.temporaries)
     assert lives.inputs == frozenset((*graph.inputs, *(v for v, _ in graph.constants)))
 
 
@@ -235,20 +238,24 @@ def test_splitting_everything_evenly_divides_the_peak(kind: str) -> None:
 
 
 def test_time_grows_with_the_graph_only() -> None:
-    """About 10,000 equations in well under the second that a step of 50,000 may take."""
+    """Twice the layers take about twice as long; the best of three times each."""
 
-    def fun(x: jax.Array, w: jax.Array) -> list[jax.Array]:
-        h = x
-        for _ in range(1200):
-            h = jnp.tanh(h @ w) * 2.0 + h
-        return [h]
+    def seconds(layers: int) -> float:
+        def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(layers):
+                h = jnp.tanh(h @ w) * 2.0 + h
+            return h.sum()
 
-    graph = prepare(trace(jax.grad(lambda x, w: fun(x, w)[0].sum(), 1), (square(), square(1))))
-    begin = time.process_time()
-    peak_memory(_of(graph, (), "cpu"))
-    seconds = time.process_time() - begin
-    assert len(graph.equations) > 6000
-    assert seconds < 5e-5 * len(graph.equations) + 0.5
+        graph = prepare(trace(jax.grad(fun, 1), (square(), square(1))))
+        found: list[float] = []
+        for _ in range(3):
+            begin = time.process_time()
+            peak_memory(_of(graph, (), "cpu"))
+            found.append(time.process_time() - begin)
+        return min(found)
+
+    assert seconds(800) < 3 * seconds(400)
 
 
 @pytest.mark.implicit_promotion
@@ -256,8 +263,46 @@ def test_time_grows_with_the_graph_only() -> None:
     "name", ["mlp_momentum", "accumulation_scan", "scanned_remat", "fourier_mixer", "lstm_carried"]
 )
 def test_the_planned_peak_is_near_xlas(name: str) -> None:
-    row = measure(get(name), "2x4")
+    row = measure(Case("zoo", name))
     assert abs(row.error) < 0.3, row
+
+
+GPU_PROGRAMS = ("mlp_two_losses", "accumulation_scan", "loss_scaling")
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.implicit_promotion
+def test_the_median_error_is_small_for_gpus() -> None:
+    rows = [measure(Case("zoo", name), "h100") for name in GPU_PROGRAMS]
+    assert statistics.median(abs(row.error) for row in rows) <= MEDIAN, rows
+    assert max(abs(row.error) for row in rows) <= 0.2, rows
+
+
+def test_buffers_are_packed_with_holes() -> None:
+    """Two that live apart share a place; a larger one that meets both does not fit into what is between."""
+    assert packed_bytes([64, 64], [0, 2], [2, 4], 64) == 64
+    assert packed_bytes([64, 64, 128], [0, 2, 1], [2, 4, 3], 64) == 192
+    assert packed_bytes([1], [0], [1], 256) == 256
+    assert packed_bytes([], [], [], 64) == 0
+
+
+def _gpu_temporaries(fun: Callable[..., Sequence[jax.Array]], *shapes: jax.ShapeDtypeStruct) -> list[int]:
+    graph = prepare(trace(lambda *a: list(fun(*a)), shapes))
+    return temporaries(_of(graph, (), "gpu"))
+
+
+def test_gpus_write_what_is_dearer_to_compute_again() -> None:
+    """The tanh of a product, read by two kernels: written in bf16, computed again in float32."""
+
+    def fun(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        y = x @ w
+        t = jnp.tanh(y)
+        return [((y * t) @ w * (1 - t * t)) @ x]
+
+    large = (4096, 4096)
+    half, single = (jax.ShapeDtypeStruct(large, d) for d in (jnp.bfloat16, jnp.float32))
+    assert len(_gpu_temporaries(fun, half, half)) == len(_gpu_temporaries(fun, single, single)) + 1
 
 
 @pytest.mark.deviceless

@@ -1,4 +1,4 @@
-"""The command line: `autoshard demo | plan | explain | diff | compile | bench`."""
+"""The command line: `autoshard demo | plan | explain | diff | compile | bench | learn`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from autoshard.api import Step, autoshard
+from autoshard.cli_learn import learn
 from autoshard.errors import ArgumentError, AutoshardError, PlanError, explain
 from autoshard.ir import print_spec
 from autoshard.load import load_step
@@ -30,6 +31,7 @@ from autoshard.show import plan_view, seconds, size_text
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans how to spread a JAX train step over devices.")
 bench = typer.Typer(no_args_is_help=True, help="Measures.")
 app.add_typer(bench, name="bench")
+app.command()(learn)
 console = Console()
 errors = Console(stderr=True)
 

@@ -45,6 +45,7 @@ FLOORS = (
     ("__init__",),  # the package's own face
     ("load",),
     ("demo",),
+    ("cli_learn",),
     ("cli",),
     ("__main__",),
 )

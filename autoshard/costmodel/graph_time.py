@@ -25,9 +25,7 @@ def graph_time_s(graph: Graph, device: DeviceSpec) -> float:
             if isinstance(atom, Value) and atom in in_memory
         )
         moved += sum(
-            nbytes
-            for value, nbytes in zip(equation.outputs, work.result_bytes, strict=True)
-            if value in in_memory
+            nbytes for value, nbytes in zip(equation.outputs, work.result_bytes, strict=True) if value in in_memory
         )
         fused = not any(value in in_memory for value in equation.outputs)
         total += work_time_s(work, 1.0, moved, device, fused=fused)

@@ -1,8 +1,9 @@
 """Collects measured programs into a file of JSON lines; what is there is not measured again.
 
 Workers (`worker.py`) measure, one on each core asked for. Time is the process's CPU time, so that other processes on
-a shared machine cost little of it: mean of the three fastest of nine blocks of at least 5 ms. Programs whose kept
-blocks differ by more than 5 % are measured up to three times, then kept in the file as noisy and left out.
+a shared machine cost little of it: the mean of the three fastest of up to 40 blocks of at least 1 ms, twice, with
+something else in between. Programs whose two fastest passes differ by more than 5 % are measured up to five times,
+then kept in the file as noisy and left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TIMEOUT_S = 90.0
 STEP_EVERY = 6
 """One step in so many programs: 500 steps beside 2,500 clusters."""
 
-NAME = "samples.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 @final
@@ -57,7 +58,7 @@ Tell = Callable[[int, int, Mapping[str, Any]], None]
 """Called after each program with how many are done, how many are wanted, and its record."""
 
 
-def wanted(programs: int, seed: int) -> list[tuple[Kind, int]]:
+def wanted_programs(programs: int, seed: int) -> list[tuple[Kind, int]]:
     """The programs of a collection, steps strewn among clusters; a longer list begins with the shorter."""
     names: list[tuple[Kind, int]] = []
     count: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -89,18 +90,32 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def good(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Records that were measured and are not noisy."""
-    return [r for r in records if "error" not in r and not r["noisy"]]
+def good_samples(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One record a program: the fastest of its sessions, those left out that failed or were too noisy.
+
+    What else runs on a machine only ever slows a program down, so the fastest is nearest to the truth. `sessions` says
+    how many there were, `agreement` how much slower the second fastest is, as a part (infinite for a single one).
+    """
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for r in records:
+        if "error" not in r and not r["noisy"]:
+            found.setdefault((r["kind"], r["seed"]), []).append(r)
+    merged: list[Mapping[str, Any]] = []
+    for same in found.values():
+        best, *others = sorted(same, key=lambda r: r["time_s"])
+        agreement = others[0]["time_s"] / best["time_s"] - 1 if others else float("inf")
+        merged.append({**best, "sessions": len(same), "agreement": agreement})
+    return merged
 
 
-def collect(
+def collect_samples(
     path: Path,
     names: Sequence[tuple[Kind, int]],
     environment: Mapping[str, str],
     *,
     cores: Sequence[int] = (-1,),
     minutes: float = float("inf"),
+    session: int = 0,
     tell: Tell | None = None,
 ) -> Collected:
     """Measures programs that the file does not hold yet, and appends them one by one.
@@ -111,13 +126,15 @@ def collect(
       environment: of this process; the workers get it with one thread and the host's CPU.
       cores: a worker for each, pinned to it; -1 is not pinned.
       minutes: when to stop, whatever is left.
+      session: programs are measured once in each session; what another session found does not count as there.
       tell: progress.
 
     Returns:
       What was done. An interrupt ends the collection and keeps what is measured.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    there = {(r["kind"], r["seed"]) for r in read_samples(path)} if path.exists() else set[tuple[str, int]]()
+    known = read_samples(path) if path.exists() else []
+    there = {(r["kind"], r["seed"]) for r in known if r.get("session", 0) == session}
     todo = [name for name in names if name not in there]
     begun = time.monotonic()
     counts = {"measured": 0, "noisy": 0, "failed": 0}
@@ -128,7 +145,7 @@ def collect(
                 record = pool.next(begun + minutes * 60)
                 if record is None:
                     break
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(record | {"session": session}) + "\n")
                 file.flush()
                 outcome = "failed" if "error" in record else "noisy" if record["noisy"] else "measured"
                 counts[outcome] += 1

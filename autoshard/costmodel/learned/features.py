@@ -1,9 +1,9 @@
 """A compiled program as arrays: one row a kernel (and one for the call), edges from producer to reader.
 
-    nodes    [K, WIDTH]   kernel_features.py
-    base_s   [K]          seconds the network corrects, runs of the kernel included
-    edges    [E, 2]       producer, reader
-    bytes    [E]          log of the bytes handed on
+nodes    [K, WIDTH]   kernel_features.py
+base_s   [K]          seconds the network corrects, runs of the kernel included
+edges    [E, 2]       producer, reader
+bytes    [E]          log of the bytes handed on
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from autoshard.costmodel.learned.hlo_graph import parse_module
 from autoshard.costmodel.learned.kernel_features import WIDTH, call_features, kernel_features, log1
+from autoshard.costmodel.learned.untyped import jax
 from autoshard.ir import Graph, evaluate
 
 Array = np.ndarray
+
+NODES = 2048
+"""Nodes of a batch; only a program that is larger alone makes a larger one."""
 
 
 @final
@@ -64,11 +67,35 @@ def hlo_features(text: str) -> Features:
 
 def compile_text(graph: Graph) -> str:
     """Optimized HLO of a graph on one CPU device, one thread, as the measured programs were compiled."""
-    device: Any = jax.devices("cpu")[0]  # pyright: ignore[reportUnknownMemberType]
+    device: Any = jax.devices("cpu")[0]
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in graph.inputs]
     place = jax.sharding.SingleDeviceSharding(device)
-    fun: Any = jax.jit(lambda *args: tuple(evaluate(graph, args)), in_shardings=place)  # pyright: ignore[reportUnknownMemberType, reportUnknownLambdaType]
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        return tuple(evaluate(graph, args))
+
+    fun = jax.jit(call, in_shardings=place)
     return str(fun.lower(*avals).compile({"xla_cpu_multi_thread_eigen": False}).as_text())
+
+
+def pack(sizes: Sequence[tuple[int, int]], order: Sequence[int], most: int) -> list[list[int]]:
+    """Programs into batches, in the order given: at most `most` programs, and what `NODES` and its edges hold.
+
+    Args:
+      sizes: nodes and edges of each program.
+      order: their numbers.
+      most: programs in a batch.
+    """
+    batches: list[list[int]] = []
+    nodes, edges = NODES, 0
+    for i in order:
+        n, e = sizes[i]
+        if not batches or nodes + n >= NODES or edges + e > 2 * NODES or len(batches[-1]) == most:
+            batches.append([])
+            nodes = edges = 0
+        batches[-1].append(i)
+        nodes, edges = nodes + n, edges + e
+    return batches
 
 
 @final
@@ -93,25 +120,26 @@ class Batch:
 
 
 def pad_size(n: int) -> int:
-    """The next size of few: powers of two and halfway between them."""
-    size = 64
+    """The next of few sizes, so that few programs are compiled."""
+    size = NODES
     while size < n:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+        size *= 4
     return size
 
 
-def make_batch(programs: Sequence[Features], nodes: int = 0, edges: int = 0, slots: int = 0) -> Batch:
+def make_batch(programs: Sequence[Features], slots: int, nodes: int = 0) -> Batch:
     """One padded graph.
 
     Args:
-      programs: at least one.
-      nodes, edges, slots: least sizes to pad to; where left out, the next of few sizes.
+      programs: at least one, fewer than `slots`.
+      slots: programs to pad to.
+      nodes: least number of nodes to pad to; edges are twice as many, so that one size decides both.
     """
     counts = [len(p.base_s) for p in programs]
     total, joined = sum(counts), sum(len(p.edges) for p in programs)
-    n, e = max(nodes, pad_size(total + 1)), max(edges, pad_size(joined))
+    n = max(nodes, pad_size(max(total + 1, joined // 2)))
+    e = 2 * n
     starts = np.cumsum([0, *counts[:-1]])
-    slots = max(slots, len(programs) + 1)
     batch = Batch(
         np.zeros((n, WIDTH), np.float32),
         np.zeros(n, np.float32),

@@ -9,7 +9,9 @@ Parameters, constants, tuples and bitcasts run nothing. Bodies of `while` count 
 
 from __future__ import annotations
 
+import base64
 import functools
+import gzip
 import math
 import re
 from collections.abc import Mapping
@@ -22,8 +24,14 @@ FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 )
 
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-ITEM_BYTES |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16, "token": 0}
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4} | {
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "c64": 8,
+    "c128": 16,
+    "token": 0,
+}
 
 
 @final
@@ -228,7 +236,7 @@ class _Flat:
     ) -> frozenset[int]:
         count = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
         times = trips * (float(count[1]) if count else 1.0)
-        own = self._kernel(instruction, computation, times, {o: sources for o in instruction.operands})
+        own = self._kernel(instruction, computation, times, dict.fromkeys(instruction.operands, sources))
         ends = own
         for key in ("condition", "body"):
             target = re.search(rf"{key}=%?([^\s,}}]+)", instruction.attributes)
@@ -241,9 +249,7 @@ class _Flat:
     ) -> frozenset[int]:
         known = [computation[o] for o in instruction.operands if o in computation]
         target = _TARGET.search(instruction.attributes) if instruction.opcode == "fusion" else None
-        body = self.computations.get(target[1], {}) if target else {}
-        if not body:
-            body = {i.name: i for i in (*known, instruction)}
+        body = self.computations[target[1]] if target else {i.name: i for i in (*known, instruction)}
         producers: dict[int, int] = {}
         for operand in known:
             for index in made.get(operand.name, ()):
@@ -251,3 +257,15 @@ class _Flat:
         inputs = tuple(shape for operand in known for shape in operand.shapes)
         self.kernels.append(Kernel(instruction, inputs, body, trips, tuple(sorted(producers.items()))))
         return frozenset((len(self.kernels) - 1,))
+
+
+def pack_text(hlo: str) -> str:
+    """Text of a module without where its instructions come from, compressed: what a collection keeps."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", hlo)
+    text = re.sub(r"(?s)\nFileNames\n.*?(?=\n\n\n)", "", text)
+    return base64.b85encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def unpack_text(packed: str) -> str:
+    """The text again."""
+    return gzip.decompress(base64.b85decode(packed)).decode()

@@ -17,27 +17,58 @@ import numpy as np
 
 from autoshard.costmodel.learned.hlo_graph import FREE, Instruction, Kernel, Shape
 
-OPCODES = tuple(
+_OPCODES = (
     "abs add and atan2 broadcast cbrt ceil clamp compare concatenate convert convolution copy cosine divide dot "
     "dynamic-slice dynamic-update-slice erf exponential exponential-minus-one floor gather iota is-finite log "
     "log-plus-one logistic map maximum minimum multiply negate not or pad power reduce reduce-window remainder "
     "reverse rng-bit-generator round-nearest-even rsqrt scatter select shift-right-logical sign sine slice sort sqrt "
-    "subtract tanh transpose xor other".split()
+    "subtract tanh transpose xor other"
 )
+OPCODES = tuple(_OPCODES.split())
 _NUMBER = {name: i for i, name in enumerate(OPCODES)}
-SLOW = frozenset(
+_SLOW = (
     "atan2 cbrt cosine erf exponential exponential-minus-one log log-plus-one logistic power rsqrt sine sqrt tanh "
-    "divide remainder".split()
+    "divide remainder"
 )
+SLOW = frozenset(_SLOW.split())
 
-MAINS = ("dot", "convolution", "scatter", "gather", "sort", "reduce-window", "reduce", "dynamic-update-slice")
-MAINS += ("concatenate", "transpose", "copy", "pad", "dynamic-slice", "slice", "while", "custom-call", "loop", "call")
+MAINS = (
+    "dot",
+    "convolution",
+    "scatter",
+    "gather",
+    "sort",
+    "reduce-window",
+    "reduce",
+    "dynamic-update-slice",
+    "concatenate",
+    "transpose",
+    "copy",
+    "pad",
+    "dynamic-slice",
+    "slice",
+    "while",
+    "custom-call",
+    "loop",
+    "call",
+)
 """What a kernel is called after: the first of these in it."""
 
 DTYPES = ("f32", "bf16", "f16", "f64", "s32", "pred")
 
-PATTERNS = ("transpose", "reduce_minor", "reduce_major", "broadcast_minor", "broadcast_row", "slice", "concatenate")
-PATTERNS += ("gather", "window", "reverse", "scatter")
+PATTERNS = (
+    "transpose",
+    "reduce_minor",
+    "reduce_major",
+    "broadcast_minor",
+    "broadcast_row",
+    "slice",
+    "concatenate",
+    "gather",
+    "window",
+    "reverse",
+    "scatter",
+)
 """For each: how many elements, and the mean over elements of the log of a stride, a run or a length."""
 
 LAUNCH_S = 3e-7

@@ -11,16 +11,20 @@ neighbour is a softmax, over the edges that end in a node, of a score of both en
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, cast, final
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
+
+from autoshard.costmodel.learned.untyped import jax, jnp
 
 Array = Any
 
 BOUND = 6.0
 """Largest absolute logarithm of a correction: a factor of 400."""
+
+
+def _silu(h: Array) -> Array:
+    return h * nn.sigmoid(h)
 
 
 @final
@@ -74,17 +78,17 @@ class Corrector(nn.Module):
         train: bool = False,
     ) -> Array:
         """[slots]; `nodes` are standardized."""
-        h = nn.silu(nn.Dense(2 * self.width)(nodes))
-        h = nn.Dropout(self.dropout, deterministic=not train)(h)
-        h = nn.silu(nn.Dense(self.width)(h))
+        h = _silu(nn.Dense(2 * self.width)(nodes))
+        h = cast(Array, nn.Dropout(self.dropout, deterministic=not train)(h))
+        h = _silu(nn.Dense(self.width)(h))
         for _ in range(self.layers):
             y = nn.LayerNorm()(h)
             down = Attention(self.width)(y, edges[:, 0], edges[:, 1], edge_bytes, real)
             up = Attention(self.width)(y, edges[:, 1], edges[:, 0], edge_bytes, real)
-            y = nn.silu(nn.Dense(self.width)(jnp.concatenate((y, down, up), axis=-1)))
+            y = _silu(nn.Dense(self.width)(jnp.concatenate((y, down, up), axis=-1)))
             h = h + nn.Dense(self.width)(y)
-        h = jnp.concatenate((nn.silu(nn.LayerNorm()(h)), nodes), axis=-1)
-        h = nn.silu(nn.Dense(self.width)(h))
+        h = jnp.concatenate((_silu(nn.LayerNorm()(h)), nodes), axis=-1)
+        h = _silu(nn.Dense(self.width)(h))
         correction = nn.Dense(1, kernel_init=nn.initializers.normal(0.01))(h)[:, 0]
         correction = BOUND * jnp.tanh(correction / BOUND)
         total = jax.ops.segment_sum(base_s * jnp.exp(correction), program, slots)

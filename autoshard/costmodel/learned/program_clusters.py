@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from autoshard.costmodel.learned.program_ops import BINARY, HEAVY, LIGHT, REDUCERS
 from autoshard.costmodel.learned.programs import Program
+from autoshard.costmodel.learned.untyped import eval_shape, jnp, lax, nn
 
 Op = Callable[..., Any]
 
@@ -45,7 +44,7 @@ class Builder:
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
-        self.shapes: list[jax.ShapeDtypeStruct] = []
+        self.shapes: list[Any] = []
         self.arguments: list[tuple[int, int]] = []
         self.calls: list[tuple[int, Op, tuple[int, ...]]] = []
         self.used: set[int] = set()
@@ -58,10 +57,19 @@ class Builder:
 
     def call(self, op: Op, *operands: int) -> int:
         """Applies an operation of one result."""
-        made: Any = jax.eval_shape(op, *(self.shapes[i] for i in operands))
+        made = eval_shape(op, *(self.shapes[i] for i in operands))
         self.calls.append((len(self.shapes), op, operands))
         self.used.update(operands)
         return self._value(jax.ShapeDtypeStruct(made.shape, made.dtype))
+
+    def unary(self, op: Callable[[Any], Any], x: int) -> int:
+        return self.call(op, x)
+
+    def binary(self, op: Callable[[Any, Any], Any], x: int, y: int) -> int:
+        return self.call(op, x, y)
+
+    def ternary(self, op: Callable[[Any, Any, Any], Any], x: int, y: int, z: int) -> int:
+        return self.call(op, x, y, z)
 
     def _value(self, aval: jax.ShapeDtypeStruct) -> int:
         self.elements += math.prod(aval.shape)
@@ -162,7 +170,7 @@ def _shape(rng: np.random.Generator, family: str) -> tuple[int, ...]:
 
 def _round(rng: np.random.Generator, size: float) -> int:
     """A multiple of 8 or a power of two as often as any number."""
-    n = max(int(round(size)), 1)
+    n = max(round(size), 1)
     draw = rng.random()
     if n >= 8 and draw < 0.35:
         return 2 ** round(math.log2(n))
@@ -207,7 +215,7 @@ def _bias(build: Builder, x: int) -> int:
     b = build.argument([shape[d] for d in kept], dtype)
     op = (lax.add, lax.mul, lax.sub)[int(build.rng.integers(3))]
     assert rank >= len(kept)
-    return build.call(lambda v, w: op(v, lax.broadcast_in_dim(w, v.shape, kept)), x, b)
+    return build.binary(lambda v, w: op(v, lax.broadcast_in_dim(w, v.shape, kept)), x, b)
 
 
 def _reduce(build: Builder, x: int) -> int:
@@ -216,7 +224,7 @@ def _reduce(build: Builder, x: int) -> int:
     if rank > 1 and build.rng.random() < 0.35:
         axes.add(int(build.rng.integers(0, rank)))
     op = REDUCERS[int(build.rng.integers(len(REDUCERS)))]
-    return build.call(lambda v: op(v, axis=tuple(sorted(axes))), x)
+    return build.unary(lambda v: op(v, axis=tuple(sorted(axes))), x)
 
 
 def _centre(build: Builder, x: int) -> int:
@@ -234,8 +242,8 @@ def _centre(build: Builder, x: int) -> int:
 
 def _softmax(build: Builder, x: int) -> int:
     axis = _axis(build, x)
-    fun = jax.nn.softmax if build.rng.random() < 0.7 else jax.nn.log_softmax
-    return build.call(lambda v: fun(v, axis=axis), x)
+    fun = nn.softmax if build.rng.random() < 0.7 else nn.log_softmax
+    return build.unary(lambda v: fun(v, axis=axis), x)
 
 
 def _norm(build: Builder, x: int) -> int:
@@ -259,11 +267,11 @@ def _transpose(build: Builder, x: int) -> int | None:
     if rank < 2:
         return None
     order = tuple(int(i) for i in build.rng.permutation(rank))
-    return build.call(lambda v: lax.transpose(v, order), x)
+    return build.unary(lambda v: lax.transpose(v, order), x)
 
 
 def _reshape(build: Builder, x: int) -> int | None:
-    shape = build.shapes[x].shape
+    shape: tuple[int, ...] = build.shapes[x].shape
     if len(shape) > 1 and build.rng.random() < 0.5:
         d = int(build.rng.integers(0, len(shape) - 1))
         new = (*shape[:d], shape[d] * shape[d + 1], *shape[d + 2 :])
@@ -274,18 +282,18 @@ def _reshape(build: Builder, x: int) -> int | None:
             return None
         part = parts[int(build.rng.integers(len(parts)))]
         new = (*shape[:d], shape[d] // part, part, *shape[d + 1 :])
-    return build.call(lambda v: lax.reshape(v, new), x)
+    return build.unary(lambda v: lax.reshape(v, new), x)
 
 
 def _slice(build: Builder, x: int) -> int | None:
-    shape = build.shapes[x].shape
+    shape: tuple[int, ...] = build.shapes[x].shape
     axis = _axis(build, x)
     n = shape[axis]
     if n < 4:
         return None
     start, size = int(build.rng.integers(0, n // 2)), int(build.rng.integers(n // 4, n // 2 + 1))
     stride = int(build.rng.integers(2, 5)) if build.rng.random() < 0.25 else 1
-    return build.call(lambda v: lax.slice_in_dim(v, start, start + max(size, 1), stride, axis), x)
+    return build.unary(lambda v: lax.slice_in_dim(v, start, start + max(size, 1), stride, axis), x)
 
 
 def _concat(build: Builder, x: int) -> int | None:
@@ -293,24 +301,24 @@ def _concat(build: Builder, x: int) -> int | None:
     if 2 * math.prod(aval.shape) > LARGEST:
         return None
     axis = _axis(build, x)
-    return build.call(lambda v, w: lax.concatenate((v, w), axis), x, _partner(build, x))
+    return build.binary(lambda v, w: lax.concatenate((v, w), axis), x, _partner(build, x))
 
 
 def _pad(build: Builder, x: int) -> int:
     axis = _axis(build, x)
     low, high = int(build.rng.integers(0, 4)), int(build.rng.integers(1, 9))
     config = [(low, high, 0) if d == axis else (0, 0, 0) for d in range(len(build.shapes[x].shape))]
-    return build.call(lambda v: lax.pad(v, jnp.zeros((), v.dtype), config), x)
+    return build.unary(lambda v: lax.pad(v, jnp.zeros((), v.dtype), config), x)
 
 
 def _rev(build: Builder, x: int) -> int:
     axis = _axis(build, x)
-    return build.call(lambda v: lax.rev(v, (axis,)), x)
+    return build.unary(lambda v: lax.rev(v, (axis,)), x)
 
 
 def _convert(build: Builder, x: int) -> int:
     other = jnp.float32 if build.shapes[x].dtype == jnp.bfloat16 else jnp.bfloat16
-    return build.call(lambda v: v.astype(other), x)
+    return build.unary(lambda v: v.astype(other), x)
 
 
 def _select(build: Builder, x: int) -> int:
@@ -319,7 +327,7 @@ def _select(build: Builder, x: int) -> int:
     draw = build.rng.random()
     if draw < 0.4:
         mask = build.argument(shape, jnp.bool_)
-        return build.call(lambda v, m: jnp.where(m, v, jnp.full_like(v, -1.0)), x, mask)
+        return build.binary(lambda v, m: jnp.where(m, v, jnp.full_like(v, -1.0)), x, mask)
     if draw < 0.7 and len(shape) >= 2:
         rank = len(shape)
 
@@ -328,7 +336,7 @@ def _select(build: Builder, x: int) -> int:
             return jnp.where(rows >= columns, v, jnp.full_like(v, -1e9))
 
         return build.call(triangle, x)
-    return build.call(lambda v, w: jnp.where(v > w, v * v, w), x, _partner(build, x))
+    return build.binary(lambda v, w: jnp.where(v > w, v * v, w), x, _partner(build, x))
 
 
 def _gather(build: Builder, x: int) -> int | None:
@@ -340,7 +348,7 @@ def _gather(build: Builder, x: int) -> int | None:
     index = build.argument((rows,), jnp.int32, shape[axis])
     if build.elements + rows * inner > MOST_ELEMENTS:
         return None
-    return build.call(lambda v, i: jnp.take(v, i, axis=axis, mode="clip"), x, index)
+    return build.binary(lambda v, i: jnp.take(v, i, axis=axis, mode="clip"), x, index)
 
 
 def _scatter(build: Builder, x: int) -> int | None:
@@ -350,7 +358,7 @@ def _scatter(build: Builder, x: int) -> int | None:
         return None
     rows = int(10 ** build.rng.uniform(1, 4))
     index = build.argument((shape[0],), jnp.int32, rows)
-    return build.call(lambda v, i: jnp.zeros((rows, *shape[1:]), dtype).at[i].add(v, mode="clip"), x, index)
+    return build.binary(lambda v, i: jnp.zeros((rows, *shape[1:]), dtype).at[i].add(v, mode="clip"), x, index)
 
 
 def _update(build: Builder, x: int) -> int:
@@ -359,7 +367,7 @@ def _update(build: Builder, x: int) -> int:
     axis = _axis(build, x)
     part = build.argument([max(n // 4, 1) if d == axis else n for d, n in enumerate(shape)], dtype)
     start = build.argument((), jnp.int32, max(shape[axis] // 2, 1))
-    return build.call(lambda v, u, i: lax.dynamic_update_slice_in_dim(v, u, i, axis), x, part, start)
+    return build.ternary(lambda v, u, i: lax.dynamic_update_slice_in_dim(v, u, i, axis), x, part, start)
 
 
 def _onehot(build: Builder, x: int) -> int | None:
@@ -368,7 +376,7 @@ def _onehot(build: Builder, x: int) -> int | None:
     if len(shape) != 2:
         return None
     labels = build.argument((shape[0],), jnp.int32, shape[1])
-    return build.call(lambda v, i: (v * jax.nn.one_hot(i, shape[1], dtype=v.dtype)).sum(-1), x, labels)
+    return build.binary(lambda v, i: (v * nn.one_hot(i, shape[1], dtype=v.dtype)).sum(-1), x, labels)
 
 
 def _matmul(build: Builder, x: int) -> int | None:
@@ -395,7 +403,7 @@ def _matmul(build: Builder, x: int) -> int | None:
     weight = build.argument(weight_shape, dtype)
     numbers = (((axis,), (batch if first else batch + 1,)), (tuple(range(batch)), tuple(range(batch))))
     prefer = jnp.float32 if wide else None
-    return build.call(lambda v, w: lax.dot_general(v, w, numbers, preferred_element_type=prefer), x, weight)
+    return build.binary(lambda v, w: lax.dot_general(v, w, numbers, preferred_element_type=prefer), x, weight)
 
 
 def _conv(build: Builder, x: int) -> int | None:
@@ -415,7 +423,7 @@ def _conv(build: Builder, x: int) -> int | None:
     kernel = build.argument((size, size, channels // groups, out), dtype)
     layout = ("NHWC", "HWIO", "NHWC")
     padding = "SAME" if rng.random() < 0.7 else "VALID"
-    return build.call(
+    return build.binary(
         lambda v, w: lax.conv_general_dilated(
             v, w, (stride, stride), padding, dimension_numbers=layout, feature_group_count=groups
         ),

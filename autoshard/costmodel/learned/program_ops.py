@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+from autoshard.costmodel.learned.untyped import jax, jnp, lax
 
 Op = Callable[..., Any]
 
-LIGHT: tuple[Op, ...] = (
+LIGHT: tuple[Callable[[Any], Any], ...] = (
     lax.neg,
     lax.abs,
     lax.floor,
@@ -30,7 +28,7 @@ LIGHT: tuple[Op, ...] = (
 )
 """A few instructions an element."""
 
-HEAVY: tuple[Op, ...] = (
+HEAVY: tuple[Callable[[Any], Any], ...] = (
     lax.exp,
     lax.tanh,
     lax.logistic,
@@ -51,7 +49,7 @@ HEAVY: tuple[Op, ...] = (
 )
 """A series or a library function an element."""
 
-BINARY: tuple[Op, ...] = (
+BINARY: tuple[Callable[[Any, Any], Any], ...] = (
     lax.add,
     lax.sub,
     lax.mul,
@@ -65,6 +63,19 @@ BINARY: tuple[Op, ...] = (
     lambda v, w: (v - w) * (v - w),
 )
 
+
+def _sum_of_squares(v: Any, **options: Any) -> Any:
+    return jnp.sum(v * v, **options)
+
+
+def _sum_of_sizes(v: Any, **options: Any) -> Any:
+    return jnp.sum(lax.abs(v), **options)
+
+
+def _root_mean_square(v: Any, **options: Any) -> Any:
+    return jnp.sqrt(jnp.mean(v * v, **options))
+
+
 REDUCERS: tuple[Op, ...] = (
     jnp.sum,
     jnp.sum,
@@ -73,9 +84,9 @@ REDUCERS: tuple[Op, ...] = (
     jnp.min,
     jnp.mean,
     jnp.prod,
-    lambda v, **kw: jnp.sum(v * v, **kw),
-    lambda v, **kw: jnp.sum(lax.abs(v), **kw),
-    lambda v, **kw: jnp.sqrt(jnp.mean(v * v, **kw)),
+    _sum_of_squares,
+    _sum_of_sizes,
+    _root_mean_square,
     jax.nn.logsumexp,
 )
 """Take `axis` and `keepdims`."""

@@ -6,28 +6,28 @@ and optimizer are drawn for each program.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from autoshard.costmodel.learned.programs import Program
+from autoshard.costmodel.learned.untyped import jnp, lax, nn, value_and_grad
 
 Array = Any
 Layer = Callable[[list[Array], Array], Array]
 
 ACTIVATIONS: tuple[Callable[[Array], Array], ...] = (
-    jax.nn.relu,
-    jax.nn.gelu,
-    jax.nn.silu,
+    nn.relu,
+    nn.gelu,
+    nn.silu,
     jnp.tanh,
-    jax.nn.softplus,
-    jax.nn.leaky_relu,
-    lambda v: jax.nn.gelu(v, approximate=False),
+    nn.softplus,
+    nn.leaky_relu,
+    lambda v: nn.gelu(v, approximate=False),
     lambda v: lax.max(v, jnp.zeros_like(v)) ** 2,
 )
 
@@ -101,7 +101,7 @@ def make_step(seed: int) -> Program:
 
     def fun(*arrays: Array) -> tuple[Array, ...]:
         params, batch = list(arrays[:count]), arrays[count * (1 + slots) :]
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = value_and_grad(loss)(params, batch)
         new: list[Array] = []
         states: list[list[Array]] = [[] for _ in range(slots)]
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
@@ -166,7 +166,7 @@ def _head(model: _Model, width: int) -> tuple[Callable[[list[Array], Array, Arra
         y = out(p, h).astype(jnp.float32)
         if not classes:
             return jnp.mean((y[..., 0] - labels.astype(jnp.float32)) ** 2)
-        logs = jax.nn.log_softmax(y)
+        logs = nn.log_softmax(y)
         return -jnp.take_along_axis(logs, labels[..., None], axis=-1, mode="clip").mean()
 
     return loss, max(classes, 2)
@@ -183,7 +183,7 @@ def _mlp(model: _Model) -> Built:
             n //= 2
         widths.append(n)
     residual, first = model.chance(0.4), model.chance(0.5)
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(itertools.pairwise(widths))
     layers = [(model.dense(a, b, model.chance(0.8)), model.normed(a if first else b)) for a, b in pairs]
     loss, classes = _head(model, widths[-1])
     act = model.activation
@@ -252,7 +252,7 @@ def _attention_block(model: _Model, width: int, heads: int, causal: bool) -> Lay
         if causal:
             rows, columns = (lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (2, 3))
             scores = jnp.where(rows >= columns, scores, jnp.full_like(scores, -1e9))
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores, axis=-1), v)
         h = h + out(p, mixed.reshape(b, n, width))
         y = after(p, h)
         inner = act(up(p, y))
@@ -299,7 +299,7 @@ def _recurrent(model: _Model) -> Built:
         def cell(h: Array, x_t: Array) -> tuple[Array, Array]:
             new = act(read(p, x_t) + keep(p, h))
             if gate is not None:
-                z = jax.nn.sigmoid(gate(p, h))
+                z = nn.sigmoid(gate(p, h))
                 new = z * h + (1 - z) * new
             return new, new
 

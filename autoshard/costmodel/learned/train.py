@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from autoshard.costmodel.learned.features import Batch, Features, make_batch, pad_size
-from autoshard.costmodel.learned.network import Corrector
+from autoshard.costmodel.learned.features import Batch, Features, make_batch, pack
+from autoshard.costmodel.learned.untyped import jax, jnp
 from autoshard.errors import ArgumentError, explain
 
 Array = np.ndarray
@@ -38,7 +36,7 @@ class Sample:
       features: arrays of the compiled program.
       time_s: measured.
       analytic_s: what the analytic model says.
-      spread: of the measurement.
+      agreement: of two sessions of measuring (`collect.good_samples`); infinite where there was one.
     """
 
     name: str
@@ -48,12 +46,12 @@ class Sample:
     features: Features
     time_s: float
     analytic_s: float
-    spread: float = 0.0
+    agreement: float = float("inf")
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Options:
+class LearnOptions:
     """How to train.
 
     Attributes:
@@ -64,7 +62,7 @@ class Options:
       learning_rate, weight_decay: of AdamW; the rate rises for 5 % of the steps, then falls along a cosine.
       average: of the weights, decay a step.
       members: networks trained from different starts; the prediction is the mean of their logarithms.
-      seconds: most time of all members together; each stops, with its rate not yet fallen, at its part.
+      seconds: most CPU time of all members together; each stops, with its rate not yet fallen, at its part.
       seed: of weights and order.
     """
 
@@ -73,7 +71,7 @@ class Options:
     dropout: float = 0.05
     epochs: int = 60
     patience: int = 20
-    batch: int = 48
+    batch: int = 32
     learning_rate: float = 3e-3
     weight_decay: float = 1e-3
     average: float = 0.99
@@ -100,17 +98,15 @@ class Trained:
     Attributes:
       members: parameters of each network.
       mean, scale: the figures' standardization.
-      offset: added to the logarithms.
       options: as trained.
       losses: (epoch, training loss, validation loss), members one after the other.
-      seconds: of the training.
+      seconds: CPU time of the training.
     """
 
     members: tuple[Any, ...]
     mean: Array
     scale: Array
-    offset: float
-    options: Options
+    options: LearnOptions
     losses: tuple[tuple[int, float, float], ...]
     seconds: float
 
@@ -142,7 +138,7 @@ def digest(samples: Sequence[Sample]) -> str:
     return hashlib.sha256(" ".join(sorted(s.name for s in samples)).encode()).hexdigest()[:16]
 
 
-def train(split: Split, options: Options, tell: Tell | None = None) -> Trained:
+def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trained:
     """Trains all members.
 
     Raises:
@@ -150,7 +146,7 @@ def train(split: Split, options: Options, tell: Tell | None = None) -> Trained:
     """
     if not split.train or not split.validation:
         raise ArgumentError(explain("a split with an empty part", "programs for training and validation", "add some"))
-    begun = time.monotonic()
+    begun = time.process_time()
     stacked = np.concatenate([s.features.nodes for s in split.train])
     mean, scale = stacked.mean(0), stacked.std(0)
     scale = np.where(scale < 1e-6, 1.0, scale).astype(np.float32)
@@ -158,25 +154,27 @@ def train(split: Split, options: Options, tell: Tell | None = None) -> Trained:
     losses: list[tuple[int, float, float]] = []
     for member in range(options.members):
         until = begun + options.seconds * (member + 1) / options.members
-        found, curve = _train_one(split, options, options.seed + member, (mean, scale), until, tell)
+        with _usual_promotion():
+            found, curve = _train_one(split, options, options.seed + member, (mean, scale), until, tell)
         members.append(found)
         losses += curve
-    trained = Trained(tuple(members), mean, scale, 0.0, options, tuple(losses), time.monotonic() - begun)
+    trained = Trained(tuple(members), mean, scale, options, tuple(losses), time.process_time() - begun)
     return trained
 
 
 def _train_one(
-    split: Split, options: Options, seed: int, standard: tuple[Array, Array], until: float, tell: Tell | None
+    split: Split, options: LearnOptions, seed: int, standard: tuple[Array, Array], until: float, tell: Tell | None
 ) -> tuple[Any, list[tuple[int, float, float]]]:
-    network = Corrector(options.width, options.layers, options.dropout)
+    import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
+
+    network = _network(options, options.dropout)
     rng = np.random.default_rng([seed, 3])
     logs = {s.name: float(np.log(s.time_s)) for s in split.train}
-    # Bias of the bases, learned last by AdamW if left to it.
-    steps = -(-len(split.train) // options.batch)
+    steps = len(_batches(split.train, options.batch, np.random.default_rng(0)))
     total = max(options.epochs * steps, 2)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(total // 20, 1), total, 1e-5)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=options.weight_decay))
-    first = _standard(make_batch([s.features for s in split.train[:2]], slots=options.batch + 1), standard)
+    first = _standard(make_batch([s.features for s in split.train[:2]], options.batch + 1), standard)
     key = jax.random.key(seed)
     params: Any = network.init(key, *_inputs(first), options.batch + 1)
     state: Any = optimizer.init(params)
@@ -190,7 +188,7 @@ def _train_one(
         value, grads = jax.value_and_grad(loss)(p, inputs, y, weight, dropout)
         changes, s = optimizer.update(grads, s, p)
         p = optax.apply_updates(p, changes)
-        average = jax.tree.map(lambda a, b: options.average * a + (1 - options.average) * b, average, p)
+        average = optax.incremental_update(p, average, 1 - options.average)
         return p, average, s, value
 
     average = params
@@ -200,7 +198,7 @@ def _train_one(
     for epoch in range(options.epochs):
         found: list[float] = []
         for part in _batches(split.train, options.batch, rng):
-            batch = _standard(make_batch([s.features for s in part], slots=options.batch + 1), standard)
+            batch = _standard(make_batch([s.features for s in part], options.batch + 1), standard)
             y, weight = np.zeros(options.batch + 1, np.float32), np.zeros(options.batch + 1, np.float32)
             y[: len(part)] = [logs[s.name] for s in part]
             weight[: len(part)] = 1.0
@@ -217,17 +215,29 @@ def _train_one(
             best, best_loss, since = average, validation, 0
         else:
             since += 1
-        if since >= options.patience or time.monotonic() > until:
+        if since >= options.patience or time.process_time() > until:
             break
-    return jax.device_get(best), curve  # pyright: ignore[reportUnknownMemberType]
+    return jax.device_get(best), curve
+
+
+@contextmanager
+def _usual_promotion() -> Generator[None]:
+    """Optax and Flax promote types, whatever the user has set."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _network(options: LearnOptions, dropout: float) -> Any:
+    from autoshard.costmodel.learned.network import Corrector  # loads flax, which planning alone does not need
+
+    return Corrector(options.width, options.layers, dropout)
 
 
 def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> list[list[Sample]]:
-    """Programs of like size together, so that little is padding; which ones, and the order, at random."""
-    noise = rng.uniform(0.0, 0.7, len(samples))
-    order = np.argsort([np.log(len(s.features.base_s)) + n for s, n in zip(samples, noise, strict=True)])
-    batches = [[samples[i] for i in order[k : k + size]] for k in range(0, len(samples), size)]
-    return [batches[i] for i in rng.permutation(len(batches))]
+    """All programs once, in random order."""
+    sizes = [(len(s.features.base_s), len(s.features.edges)) for s in samples]
+    packed = pack(sizes, [int(i) for i in rng.permutation(len(samples))], size)
+    return [[samples[i] for i in part] for part in packed]
 
 
 def _standard(batch: Batch, standard: tuple[Array, Array]) -> Batch:
@@ -245,41 +255,45 @@ def _huber(logs: Array, samples: Sequence[Sample]) -> float:
     return float(np.mean(np.where(error < 0.3, 0.5 * error**2, 0.3 * (error - 0.15))))
 
 
-def _predict(network: Corrector, params: Any, samples: Sequence[Sample], standard: tuple[Array, Array]) -> Array:
+def _predict(network: Any, params: Any, samples: Sequence[Sample], standard: tuple[Array, Array]) -> Array:
     return predict_logs(network, params, [s.features for s in samples], standard)
 
 
 def predict_logs(
-    network: Corrector, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 64
+    network: Any, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 64
 ) -> Array:
-    """Logarithms of the times of programs, in batches of like size."""
+    """Logarithms of the times of programs."""
     logs = np.zeros(len(features))
-    order = np.argsort([len(f.base_s) for f in features], kind="stable")
-    for k in range(0, len(features), size):
-        part = order[k : k + size]
-        batch = _standard(make_batch([features[i] for i in part], slots=size + 1), standard)
+    sizes = [(len(f.base_s), len(f.edges)) for f in features]
+    for part in pack(sizes, range(len(features)), size):
+        batch = _standard(make_batch([features[i] for i in part], size + 1), standard)
         logs[part] = np.asarray(_apply(network, params, _inputs(batch), size + 1))[: len(part)]
     return logs
 
 
-def _apply(network: Corrector, params: Any, inputs: tuple[Array, ...], slots: int) -> Any:
+def _apply(network: Any, params: Any, inputs: tuple[Array, ...], slots: int) -> Any:
     return _applied(network, slots)(params, *inputs)
 
 
 _FUNCTIONS: dict[tuple[Any, ...], Any] = {}
 
 
-def _applied(network: Corrector, slots: int) -> Any:
+def _applied(network: Any, slots: int) -> Any:
     key = (network.width, network.layers, slots)
     if key not in _FUNCTIONS:
-        _FUNCTIONS[key] = jax.jit(lambda p, *inputs: network.apply(p, *inputs, slots))
+
+        def call(p: Any, *inputs: Any) -> Any:
+            return network.apply(p, *inputs, slots)
+
+        _FUNCTIONS[key] = jax.jit(call)
     return _FUNCTIONS[key]
 
 
 def predict(trained: Trained, features: Sequence[Features]) -> Array:
     """Seconds of each program: the members' geometric mean."""
     options = trained.options
-    network = Corrector(options.width, options.layers, 0.0)
+    network = _network(options, 0.0)
     standard = (trained.mean, trained.scale)
-    logs = np.mean([predict_logs(network, params, features, standard) for params in trained.members], axis=0)
-    return np.exp(logs + trained.offset)
+    with _usual_promotion():
+        logs = np.mean([predict_logs(network, params, features, standard) for params in trained.members], axis=0)
+    return np.exp(logs)

@@ -1,4 +1,4 @@
-"""The command line: `autoshard demo | plan | explain | diff | report | compile | calibrate | bench`."""
+"""The command line: `autoshard demo | plan | explain | diff | report | compile | calibrate | learn | bench`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 from autoshard.api import Step, autoshard
 from autoshard.cli_calibrate import calibrate_command
+from autoshard.cli_learn import learn
 from autoshard.errors import ArgumentError, AutoshardError, PlanError, explain
 from autoshard.ir import print_spec
 from autoshard.load import load_step
@@ -33,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans how to
 bench = typer.Typer(no_args_is_help=True, help="Measures.")
 app.add_typer(bench, name="bench")
 app.command("calibrate")(calibrate_command)
+app.command()(learn)
 console = Console()
 errors = Console(stderr=True)
 

@@ -46,6 +46,7 @@ FLOORS = (
     ("load",),
     ("demo",),
     ("cli_calibrate",),
+    ("cli_learn",),
     ("cli",),
     ("__main__",),
 )

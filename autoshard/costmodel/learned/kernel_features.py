@@ -1,0 +1,316 @@
+"""What decides how long one kernel runs on a CPU, as a fixed number of figures.
+
+How many of each operation an element of the result; how memory is walked (strides of transposes, runs of slices,
+gathers and concatenations, which dimension a reduction sums, which a broadcast repeats); sizes of a product or a
+convolution and which way its operands lie; bytes; sizes of minor dimensions and what is left of a vector. And the
+base time the network corrects: a roofline in round numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from autoshard.costmodel.learned.hlo_graph import FREE, Instruction, Kernel, Shape
+
+_OPCODES = (
+    "abs add and atan2 broadcast cbrt ceil clamp compare concatenate convert convolution copy cosine divide dot "
+    "dynamic-slice dynamic-update-slice erf exponential exponential-minus-one floor gather iota is-finite log "
+    "log-plus-one logistic map maximum minimum multiply negate not or pad power reduce reduce-window remainder "
+    "reverse rng-bit-generator round-nearest-even rsqrt scatter select shift-right-logical sign sine slice sort sqrt "
+    "subtract tanh transpose xor other"
+)
+OPCODES = tuple(_OPCODES.split())
+_NUMBER = {name: i for i, name in enumerate(OPCODES)}
+_SLOW = (
+    "atan2 cbrt cosine erf exponential exponential-minus-one log log-plus-one logistic power rsqrt sine sqrt tanh "
+    "divide remainder"
+)
+SLOW = frozenset(_SLOW.split())
+
+MAINS = (
+    "dot",
+    "convolution",
+    "scatter",
+    "gather",
+    "sort",
+    "reduce-window",
+    "reduce",
+    "dynamic-update-slice",
+    "concatenate",
+    "transpose",
+    "copy",
+    "pad",
+    "dynamic-slice",
+    "slice",
+    "while",
+    "custom-call",
+    "loop",
+    "call",
+)
+"""What a kernel is called after: the first of these in it."""
+
+DTYPES = ("f32", "bf16", "f16", "f64", "s32", "pred")
+
+PATTERNS = (
+    "transpose",
+    "reduce_minor",
+    "reduce_major",
+    "broadcast_minor",
+    "broadcast_row",
+    "slice",
+    "concatenate",
+    "gather",
+    "window",
+    "reverse",
+    "scatter",
+)
+"""For each: how many elements, and the mean over elements of the log of a stride, a run or a length."""
+
+LAUNCH_S = 3e-7
+BYTES_PER_S = 1.5e10
+OPERATIONS_PER_S = 8e9
+SLOW_PER_S = 1e9
+FLOPS_PER_S = 6e10
+"""The base time's figures: orders of magnitude of one core. What is wrong with them is for the network to learn."""
+
+PRODUCT = 18
+PLAIN = 22
+WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + PLAIN
+LAYOUT = f"kernels-1:{WIDTH}"
+"""Names what the columns mean; a stored model says which it was trained on."""
+
+
+def log1(value: float) -> float:
+    """The scale of all counts."""
+    return math.log1p(max(value, 0.0))
+
+
+@final
+class _Tally:
+    """Figures of one kernel under way."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.counts = np.zeros(len(OPCODES))
+        self.patterns = np.zeros((len(PATTERNS), 3))
+        self.product = np.zeros(PRODUCT)
+        self.flops = 0.0
+        self.operations = 0.0
+        self.slow = 0.0
+        self.touched: float | None = None  # bytes of a slice or update where not all of the operand is touched
+
+    def operand(self, instruction: Instruction, index: int) -> Shape:
+        if index < len(instruction.operands):
+            found = self.kernel.body.get(instruction.operands[index])
+            if found is not None:
+                return found.shape
+            if instruction is self.kernel.instruction and index < len(self.kernel.inputs):
+                return self.kernel.inputs[index]
+        return Shape("f32", (), ())
+
+    def pattern(self, name: str, elements: float, length: float, other: float = 0.0) -> None:
+        row = self.patterns[PATTERNS.index(name)]
+        row += (elements, elements * log1(length), elements * log1(other))
+
+    def add(self, instruction: Instruction) -> None:
+        shape = instruction.shape
+        elements = float(shape.size)
+        opcode = instruction.opcode
+        source = self.operand(instruction, 0)
+        minor = shape.packed[0] if shape.packed else -1
+        match opcode:
+            case "transpose" | "copy":
+                order = instruction.numbers("dimensions") if opcode == "transpose" else tuple(range(len(shape.dims)))
+                if minor >= 0 and len(order) == len(shape.dims):
+                    first = source.packed[0] if source.packed else -1
+                    stride = source.stride(order[minor])
+                    back = shape.stride(order.index(first)) if first in order else 1
+                    if stride > 1:
+                        self.pattern("transpose", elements, stride, back)
+            case "reduce":
+                elements = float(source.size)
+                dims = instruction.numbers("dimensions")
+                length = math.prod(source.dims[d] for d in dims if d < len(source.dims))
+                within = bool(source.packed) and source.packed[0] in dims
+                inner = min((source.stride(d) for d in dims if d < len(source.dims)), default=1)
+                run = math.prod(source.dims[d] for d in _leading(source, dims)) if within else inner
+                self.pattern("reduce_minor" if within else "reduce_major", elements, length, run)
+            case "reduce-window":
+                window = _window(instruction)
+                elements *= math.prod(window)
+                length = window[source.packed[0]] if source.packed and len(window) == len(source.dims) else 1
+                self.pattern("window", elements, math.prod(window), length)
+            case "broadcast":
+                if source.size > 1:
+                    within = minor in instruction.numbers("dimensions")
+                    self.pattern("broadcast_row" if within else "broadcast_minor", elements, source.size, _run(shape))
+            case "slice" | "dynamic-slice" | "pad":
+                steps = re.findall(r"\[\d+:\d+:(\d+)\]", instruction.attributes)
+                stride = float(steps[-1]) if steps else 1.0
+                self.pattern("slice", elements, _run(shape), stride - 1)
+            case "concatenate":
+                dims = instruction.numbers("dimensions")
+                run = shape.stride(dims[0]) * source.dims[dims[0]] if dims and source.dims else 1
+                self.pattern("concatenate", elements, run, len(instruction.operands))
+            case "gather":
+                run = math.prod(instruction.numbers("slice_sizes"))
+                self.pattern("gather", elements, run, source.nbytes)
+            case "scatter":
+                updates = self.operand(instruction, 2)
+                elements = float(updates.size)
+                self.pattern("scatter", elements, _run(updates), shape.nbytes)
+            case "reverse":
+                self.pattern("reverse", elements, _run(shape), float(minor in instruction.numbers("dimensions")))
+            case "dynamic-update-slice":
+                elements = float(self.operand(instruction, 1).size)
+                self.touched = 2.0 * self.operand(instruction, 1).nbytes
+            case "dot":
+                elements = 0.0
+                self._dot(instruction, source, self.operand(instruction, 1))
+            case "convolution":
+                elements = 0.0
+                self._convolution(instruction, source, self.operand(instruction, 1))
+            case "sort":
+                elements *= max(math.log2(max(_run(shape), 2)), 1.0)
+            case _:
+                pass
+        self.counts[_NUMBER.get(opcode, _NUMBER["other"])] += max(elements, 1.0)
+        if opcode in SLOW:
+            self.slow += elements
+        elif opcode not in ("broadcast", "iota"):
+            self.operations += elements
+
+    def _dot(self, instruction: Instruction, left: Shape, right: Shape) -> None:
+        summed, others = instruction.numbers("lhs_contracting_dims"), instruction.numbers("rhs_contracting_dims")
+        batches, right_batches = instruction.numbers("lhs_batch_dims"), instruction.numbers("rhs_batch_dims")
+        k = math.prod(left.dims[d] for d in summed)
+        batch = math.prod(left.dims[d] for d in batches)
+        m = left.size // max(k * batch, 1)
+        n = right.size // max(k * batch, 1)
+        self._sizes(m, n, k, batch)
+        self.product[8] = float(bool(left.packed) and left.packed[0] in summed)
+        self.product[9] = float(bool(right.packed) and right.packed[0] in others)
+        self.product[10] = float(bool(left.packed) and left.packed[0] in batches)
+        self.product[11] = float(bool(right.packed) and right.packed[0] in right_batches)
+
+    def _convolution(self, instruction: Instruction, left: Shape, right: Shape) -> None:
+        shape = instruction.shape
+        window = _window(instruction)
+        labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+        groups = re.search(r"feature_group_count=(\d+)", instruction.attributes)
+        many = int(groups[1]) if groups else 1
+        out = shape.dims[labels[3].index("f")] if labels and "f" in labels[3] else 1
+        inner = right.dims[labels[2].index("i")] if labels and "i" in labels[2] else 1
+        self._sizes(shape.size // max(out, 1), out, inner * math.prod(window), 1)
+        stride = re.search(r"stride=([\dx]+)", instruction.attributes)
+        dilated = re.search(r"(?:lhs|rhs)_dilate=([\dx]+)", instruction.attributes)
+        self.product[12] = log1(math.prod(window))
+        self.product[13] = log1(inner)
+        self.product[14] = log1(many)
+        self.product[15] = log1(math.prod(int(n) for n in stride[1].split("x")) if stride else 1)
+        self.product[16] = log1(math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1)
+        self.product[17] = float(labels is not None and labels[1].endswith("f"))
+
+    def _sizes(self, m: int, n: int, k: int, batch: int) -> None:
+        self.flops += 2.0 * m * n * k * batch
+        self.product[:8] = (log1(m), log1(n), log1(k), log1(batch), m % 8 / 8, n % 16 / 16, k % 8 / 8, n % 64 / 64)
+
+
+def kernel_features(kernel: Kernel) -> tuple[np.ndarray, float]:
+    """The figures of a kernel, and its base time in seconds, one run."""
+    tally = _Tally(kernel)
+    inner = list(kernel.body.values()) if kernel.instruction.opcode == "fusion" else [kernel.instruction]
+    for instruction in inner:
+        if instruction.opcode not in FREE:
+            tally.add(instruction)
+    root = kernel.instruction.shape
+    read = float(sum(shape.nbytes for shape in kernel.inputs))
+    written = float(kernel.instruction.nbytes)
+    if kernel.instruction.opcode == "while":
+        read = written = 0.0
+    if tally.touched is not None:
+        read, written = min(read, read - written + tally.touched), tally.touched / 2
+    opcodes = {i.opcode for i in inner}
+    main = kernel.instruction.opcode if kernel.instruction.opcode in MAINS else "loop"
+    main = next((name for name in MAINS if name in opcodes), main)
+    size = max(float(root.size), float(max((i.shape.size for i in inner), default=1)), 1.0)
+    patterns = tally.patterns.copy()
+    total = np.maximum(patterns[:, :1], 1.0)
+    patterns[:, 1:] /= total
+    patterns[:, 0] = np.log1p(patterns[:, 0] / size * 4)
+    moved = read + written
+    base = LAUNCH_S + moved / BYTES_PER_S + tally.operations / OPERATIONS_PER_S
+    base += tally.slow / SLOW_PER_S + tally.flops / FLOPS_PER_S
+    dims = [root.dims[d] for d in root.packed[:3]]
+    dims += [1] * (3 - len(dims))
+    packed_inputs = [shape.dims[shape.packed[0]] for shape in kernel.inputs if shape.packed]
+    attributes = kernel.instruction.attributes
+    plain = (
+        math.log(base),
+        log1(size),
+        log1(float(root.size)),
+        log1(read),
+        log1(written),
+        log1(tally.operations / size),
+        log1(tally.slow / size),
+        log1(tally.flops),
+        log1(tally.flops / max(moved, 1.0)),
+        *(log1(n) for n in dims),
+        dims[0] % 8 / 8,
+        dims[0] % 16 / 16,
+        float(dims[0] < 16),
+        log1(float(min(packed_inputs, default=1))),
+        log1(len(kernel.inputs)),
+        log1(len(inner)),
+        log1(len(kernel.instruction.shapes)),
+        float(kernel.instruction.opcode == "fusion"),
+        float("ynn" in attributes),
+        log1(kernel.trips),
+    )
+    nbytes = [sum(s.nbytes for s in (*kernel.inputs, root) if s.dtype == d) / max(moved, 1.0) for d in DTYPES]
+    row = np.concatenate(
+        (
+            np.log1p(tally.counts / size),
+            [float(name == main) for name in MAINS],
+            nbytes,
+            patterns.ravel(),
+            tally.product,
+            plain,
+        )
+    )
+    return row.astype(np.float32), base
+
+
+def call_features(arguments: Sequence[Shape], results: Sequence[Shape], kernels: int) -> tuple[np.ndarray, float]:
+    """The figures of the call itself, which hands buffers in and out."""
+    row = np.zeros(WIDTH, np.float32)
+    row[len(OPCODES) + MAINS.index("call")] = 1.0
+    base = 5e-6 + 2e-7 * (len(arguments) + len(results))
+    written = float(sum(s.nbytes for s in results))
+    at = WIDTH - PLAIN
+    row[at : at + 5] = (math.log(base), log1(len(arguments)), log1(len(results)), log1(kernels), log1(written))
+    return row, base
+
+
+def _leading(shape: Shape, dims: Sequence[int]) -> list[int]:
+    """Summed dimensions that lie together at the minor end."""
+    found: list[int] = []
+    for d in shape.packed:
+        if d not in dims:
+            break
+        found.append(d)
+    return found
+
+
+def _run(shape: Shape) -> int:
+    return shape.dims[shape.packed[0]] if shape.packed else 1
+
+
+def _window(instruction: Instruction) -> list[int]:
+    found = re.search(r"size=([\dx]+)", instruction.attributes)
+    return [int(n) for n in found[1].split("x")] if found else [1]

@@ -1,0 +1,123 @@
+"""All of learning in order: samples from measured programs, training, scores, the stored model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from autoshard.cluster import DeviceSpec, resolve_cluster
+from autoshard.costmodel.graph_time import graph_time_s
+from autoshard.costmodel.learned.collect import good_samples
+from autoshard.costmodel.learned.evaluate import Score, evaluate_model, shuffled_control
+from autoshard.costmodel.learned.features import hlo_features
+from autoshard.costmodel.learned.hlo_graph import unpack_text
+from autoshard.costmodel.learned.programs import make_program
+from autoshard.costmodel.learned.store import make_record, save_model
+from autoshard.costmodel.learned.train import LearnOptions, Sample, Split, Tell, Trained, split_samples, train
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What learning gives.
+
+    Attributes:
+      trained: the networks.
+      split: the programs.
+      validation, held_out: scores of the learned and the analytic models.
+      control: scores of the shuffled control and the mean correction on the held-out programs; empty if not asked for.
+      record: as stored.
+    """
+
+    trained: Trained
+    split: Split
+    validation: tuple[Score, ...]
+    held_out: tuple[Score, ...]
+    control: tuple[Score, ...]
+    record: Mapping[str, Any]
+
+
+def one_core() -> DeviceSpec:
+    """The device that programs are measured on: one core of this host, as `devices="auto"` describes it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    node = resolve_cluster("auto").nodes[0]
+    share = node.count / cores
+    flops = {name: rate * share for name, rate in node.device.flops_per_s.items()}
+    return dataclasses.replace(
+        node.device, flops_per_s=flops, memory_bytes_per_s=node.device.memory_bytes_per_s * share
+    )
+
+
+def make_samples(
+    records: Sequence[Mapping[str, Any]], device: DeviceSpec, tell: Callable[[int, int], None] | None = None
+) -> list[Sample]:
+    """Samples of what was measured; noisy and failed records are left out.
+
+    Args:
+      records: `collect.read_samples`.
+      device: what the analytic model is told.
+      tell: progress.
+    """
+    kept = good_samples(records)
+    samples: list[Sample] = []
+    for number, r in enumerate(kept):
+        program = make_program(r["kind"], r["seed"])
+        features = hlo_features(unpack_text(r["hlo"]))
+        analytic_s = graph_time_s(program.graph(), device)
+        samples.append(
+            Sample(
+                program.name, r["kind"], r["family"], r["structure"], features, r["time_s"], analytic_s, r["agreement"]
+            )
+        )
+        if tell is not None:
+            tell(number + 1, len(kept))
+    return samples
+
+
+def learn_model(
+    samples: Sequence[Sample],
+    folder: Path,
+    options: LearnOptions,
+    counts: Mapping[str, Any],
+    *,
+    split_seed: int = 0,
+    shuffled: bool = True,
+    tell: Tell | None = None,
+) -> Learned:
+    """Trains, evaluates and stores a model.
+
+    Args:
+      samples: measured programs.
+      folder: where the model goes.
+      options: of the training.
+      counts: of the collection, for the record.
+      split_seed: which programs are held out.
+      shuffled: whether to train the control as well, for as long as one member.
+      tell: progress.
+
+    Raises:
+      ArgumentError: too few samples.
+    """
+    split = split_samples(samples, split_seed)
+    trained = train(split, options, tell)
+    validation = evaluate_model(trained, split, split.validation)
+    held_out = evaluate_model(trained, split, split.held_out)
+    part = dataclasses.replace(options, seconds=options.seconds / options.members)
+    controls = shuffled_control(split, part, tell) if shuffled else []
+    record = make_record(trained, split, validation, held_out, counts, split_seed)
+    record["control"] = [s.to_dict() for s in controls]
+    save_model(folder, trained, record)
+    return Learned(trained, split, tuple(validation), tuple(held_out), tuple(controls), record)
+
+
+def agreed_scores(found: Learned, limit: float = 0.05) -> list[Score]:
+    """Scores on the held-out programs whose two fastest sessions of measuring agree within `limit`.
+
+    Which these are depends on the measuring alone, not on any model.
+    """
+    part = [s for s in found.split.held_out if s.agreement <= limit]
+    return evaluate_model(found.trained, found.split, part) if part else []

@@ -1,0 +1,95 @@
+"""The network: graph attention over kernels, a correction for each, and their sum.
+
+    h_k      = embedding of a kernel's figures, then L layers of attention along edges, both ways
+    c_k      = dense(h_k)
+    time     = sum over kernels of base_k exp(c_k)
+
+A kernel's time is corrected by a factor, and factors are bounded, so that a program much longer than any seen is still
+the sum of its kernels. Attention (Velickovic et al., 2018; DisCo, Yi et al., 2022, section 4): the weight of a
+neighbour is a softmax, over the edges that end in a node, of a score of both ends and of the bytes between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast, final
+
+import flax.linen as nn
+
+from autoshard.costmodel.learned.untyped import jax, jnp
+
+Array = Any
+
+BOUND = 6.0
+"""Largest absolute logarithm of a correction: a factor of 400."""
+
+
+def _silu(h: Array) -> Array:
+    return h * nn.sigmoid(h)
+
+
+@final
+class Attention(nn.Module):
+    """One layer: every node attends to its neighbours along edges in one direction."""
+
+    width: int
+    heads: int = 4
+
+    @nn.compact
+    def __call__(self, h: Array, source: Array, target: Array, edge: Array, real: Array) -> Array:
+        """Messages of all edges, summed in their targets: [K, width]."""
+        each = self.width // self.heads
+        value = nn.Dense(self.width)(h)
+        score = nn.Dense(self.heads)(h)[source] + nn.Dense(self.heads)(h)[target] + nn.Dense(self.heads)(edge[:, None])
+        score = nn.leaky_relu(score, 0.2)
+        score = jnp.where(real[:, None] > 0, score, jnp.full_like(score, -1e9))
+        top = jax.ops.segment_max(score, target, h.shape[0])
+        top = jnp.maximum(top, jnp.full_like(top, -1e9))  # nodes without an edge have -inf
+        weight = jnp.exp(score - jax.lax.stop_gradient(top)[target]) * real[:, None]
+        total = jax.ops.segment_sum(weight, target, h.shape[0])[target]
+        weight = weight / (total + 1e-9)
+        message = value[source].reshape(-1, self.heads, each) * weight[:, :, None]
+        return jax.ops.segment_sum(message.reshape(-1, self.width), target, h.shape[0])
+
+
+@final
+class Corrector(nn.Module):
+    """Log of each program's time.
+
+    Attributes:
+      width: of the hidden states.
+      layers: of attention.
+      dropout: part of the hidden states left out in training.
+    """
+
+    width: int = 96
+    layers: int = 2
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(
+        self,
+        nodes: Array,
+        base_s: Array,
+        edges: Array,
+        edge_bytes: Array,
+        real: Array,
+        program: Array,
+        slots: int,
+        train: bool = False,
+    ) -> Array:
+        """[slots]; `nodes` are standardized."""
+        h = _silu(nn.Dense(2 * self.width)(nodes))
+        h = cast(Array, nn.Dropout(self.dropout, deterministic=not train)(h))
+        h = _silu(nn.Dense(self.width)(h))
+        for _ in range(self.layers):
+            y = nn.LayerNorm()(h)
+            down = Attention(self.width)(y, edges[:, 0], edges[:, 1], edge_bytes, real)
+            up = Attention(self.width)(y, edges[:, 1], edges[:, 0], edge_bytes, real)
+            y = _silu(nn.Dense(self.width)(jnp.concatenate((y, down, up), axis=-1)))
+            h = h + nn.Dense(self.width)(y)
+        h = jnp.concatenate((_silu(nn.LayerNorm()(h)), nodes), axis=-1)
+        h = _silu(nn.Dense(self.width)(h))
+        correction = nn.Dense(1, kernel_init=nn.initializers.normal(0.01))(h)[:, 0]
+        correction = BOUND * jnp.tanh(correction / BOUND)
+        total = jax.ops.segment_sum(base_s * jnp.exp(correction), program, slots)
+        return jnp.log(jnp.maximum(total, jnp.full_like(total, 1e-9)))

@@ -1,0 +1,299 @@
+"""Trains the network on measured programs: Optax, seeded, split by what programs do.
+
+The loss is the Huber loss of the logarithm of time: a relative error counts the same for a microsecond and a second.
+Programs of one structure (`programs.structure`: the same operations, whatever the sizes) are all on one side of the
+split: 70 % train, 10 % say when to stop (the best average of weights is kept), 20 % are held out for the evaluation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from autoshard.costmodel.learned.features import Batch, Features, make_batch, pack
+from autoshard.costmodel.learned.untyped import jax, jnp
+from autoshard.errors import ArgumentError, explain
+
+Array = np.ndarray
+
+LEAST = 20
+"""Fewest programs that can be split and trained on."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured program.
+
+    Attributes:
+      name, kind, family, structure: see `programs.py`.
+      features: arrays of the compiled program.
+      time_s: measured.
+      analytic_s: what the analytic model says.
+      agreement: of two sessions of measuring (`collect.good_samples`); infinite where there was one.
+    """
+
+    name: str
+    kind: str
+    family: str
+    structure: str
+    features: Features
+    time_s: float
+    analytic_s: float
+    agreement: float = float("inf")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LearnOptions:
+    """How to train.
+
+    Attributes:
+      width, layers, dropout: of the network.
+      epochs: passes over the training programs.
+      patience: epochs without a better validation before training ends.
+      batch: programs a step.
+      learning_rate, weight_decay: of AdamW; the rate rises for 5 % of the steps, then falls along a cosine.
+      average: of the weights, decay a step.
+      members: networks trained from different starts; the prediction is the mean of their logarithms.
+      seconds: most CPU time of all members together; each stops, with its rate not yet fallen, at its part.
+      seed: of weights and order.
+    """
+
+    width: int = 96
+    layers: int = 2
+    dropout: float = 0.05
+    epochs: int = 60
+    patience: int = 20
+    batch: int = 32
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-3
+    average: float = 0.99
+    members: int = 1
+    seconds: float = 300.0
+    seed: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Samples by what they are for."""
+
+    train: tuple[Sample, ...]
+    validation: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training gives.
+
+    Attributes:
+      members: parameters of each network.
+      mean, scale: the figures' standardization.
+      options: as trained.
+      losses: (epoch, training loss, validation loss), members one after the other.
+      seconds: CPU time of the training.
+    """
+
+    members: tuple[Any, ...]
+    mean: Array
+    scale: Array
+    options: LearnOptions
+    losses: tuple[tuple[int, float, float], ...]
+    seconds: float
+
+
+Tell = Callable[[int, int, float, float], None]
+"""Called after each epoch: epoch, epochs, training and validation loss."""
+
+
+def split_samples(samples: Sequence[Sample], seed: int) -> Split:
+    """By structure: the side is a hash of the structure and the seed, so that more samples change no side.
+
+    Raises:
+      ArgumentError: too few samples.
+    """
+    if len(samples) < LEAST:
+        raise ArgumentError(
+            explain(f"{len(samples)} measured programs", f"at least {LEAST}", "collect more (--programs, --minutes)")
+        )
+    parts: tuple[list[Sample], list[Sample], list[Sample]] = ([], [], [])
+    for sample in samples:
+        digest = hashlib.sha256(f"{seed} {sample.structure}".encode()).digest()
+        share = int.from_bytes(digest[:4], "big") / 2**32
+        parts[0 if share < 0.7 else 1 if share < 0.8 else 2].append(sample)
+    return Split(tuple(parts[0]), tuple(parts[1]), tuple(parts[2]))
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """A hash of which programs are in a part."""
+    return hashlib.sha256(" ".join(sorted(s.name for s in samples)).encode()).hexdigest()[:16]
+
+
+def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trained:
+    """Trains all members.
+
+    Raises:
+      ArgumentError: no training or validation programs.
+    """
+    if not split.train or not split.validation:
+        raise ArgumentError(explain("a split with an empty part", "programs for training and validation", "add some"))
+    begun = time.process_time()
+    stacked = np.concatenate([s.features.nodes for s in split.train])
+    mean, scale = stacked.mean(0), stacked.std(0)
+    scale = np.where(scale < 1e-6, 1.0, scale).astype(np.float32)
+    members: list[Any] = []
+    losses: list[tuple[int, float, float]] = []
+    for member in range(options.members):
+        until = begun + options.seconds * (member + 1) / options.members
+        with _usual_promotion():
+            found, curve = _train_one(split, options, options.seed + member, (mean, scale), until, tell)
+        members.append(found)
+        losses += curve
+    trained = Trained(tuple(members), mean, scale, options, tuple(losses), time.process_time() - begun)
+    return trained
+
+
+def _train_one(
+    split: Split, options: LearnOptions, seed: int, standard: tuple[Array, Array], until: float, tell: Tell | None
+) -> tuple[Any, list[tuple[int, float, float]]]:
+    import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
+
+    network = _network(options, options.dropout)
+    rng = np.random.default_rng([seed, 3])
+    logs = {s.name: float(np.log(s.time_s)) for s in split.train}
+    steps = len(_batches(split.train, options.batch, np.random.default_rng(0)))
+    total = max(options.epochs * steps, 2)
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(total // 20, 1), total, 1e-5)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=options.weight_decay))
+    first = _standard(make_batch([s.features for s in split.train[:2]], options.batch + 1), standard)
+    key = jax.random.key(seed)
+    params: Any = network.init(key, *_inputs(first), options.batch + 1)
+    state: Any = optimizer.init(params)
+
+    def loss(p: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any) -> Any:
+        logs_ = network.apply(p, *inputs, options.batch + 1, True, rngs={"dropout": dropout})
+        return jnp.sum(optax.huber_loss(logs_, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+    @jax.jit
+    def update(p: Any, average: Any, s: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, inputs, y, weight, dropout)
+        changes, s = optimizer.update(grads, s, p)
+        p = optax.apply_updates(p, changes)
+        average = optax.incremental_update(p, average, 1 - options.average)
+        return p, average, s, value
+
+    average = params
+    best, best_loss, since = params, float("inf"), 0
+    curve: list[tuple[int, float, float]] = []
+    number = 0
+    for epoch in range(options.epochs):
+        found: list[float] = []
+        for part in _batches(split.train, options.batch, rng):
+            batch = _standard(make_batch([s.features for s in part], options.batch + 1), standard)
+            y, weight = np.zeros(options.batch + 1, np.float32), np.zeros(options.batch + 1, np.float32)
+            y[: len(part)] = [logs[s.name] for s in part]
+            weight[: len(part)] = 1.0
+            number += 1
+            params, average, state, value = update(
+                params, average, state, _inputs(batch), y, weight, jax.random.fold_in(key, number)
+            )
+            found.append(float(value))
+        validation = _huber(_predict(network, average, split.validation, standard), split.validation)
+        curve.append((epoch, float(np.mean(found)), validation))
+        if tell is not None:
+            tell(epoch + 1, options.epochs, *curve[-1][1:])
+        if validation < best_loss:
+            best, best_loss, since = average, validation, 0
+        else:
+            since += 1
+        if since >= options.patience or time.process_time() > until:
+            break
+    return jax.device_get(best), curve
+
+
+@contextmanager
+def _usual_promotion() -> Generator[None]:
+    """Optax and Flax promote types, whatever the user has set."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _network(options: LearnOptions, dropout: float) -> Any:
+    from autoshard.costmodel.learned.network import Corrector  # loads flax, which planning alone does not need
+
+    return Corrector(options.width, options.layers, dropout)
+
+
+def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> list[list[Sample]]:
+    """All programs once, in random order."""
+    sizes = [(len(s.features.base_s), len(s.features.edges)) for s in samples]
+    packed = pack(sizes, [int(i) for i in rng.permutation(len(samples))], size)
+    return [[samples[i] for i in part] for part in packed]
+
+
+def _standard(batch: Batch, standard: tuple[Array, Array]) -> Batch:
+    mean, scale = standard
+    nodes = np.clip((batch.nodes - mean) / scale, -8.0, 8.0).astype(np.float32)
+    return Batch(nodes, batch.base_s, batch.edges, batch.edge_bytes, batch.real, batch.program, batch.count)
+
+
+def _inputs(batch: Batch) -> tuple[Array, ...]:
+    return (batch.nodes, batch.base_s, batch.edges, batch.edge_bytes / 20.0, batch.real, batch.program)
+
+
+def _huber(logs: Array, samples: Sequence[Sample]) -> float:
+    error = np.abs(logs - np.log([s.time_s for s in samples]))
+    return float(np.mean(np.where(error < 0.3, 0.5 * error**2, 0.3 * (error - 0.15))))
+
+
+def _predict(network: Any, params: Any, samples: Sequence[Sample], standard: tuple[Array, Array]) -> Array:
+    return predict_logs(network, params, [s.features for s in samples], standard)
+
+
+def predict_logs(
+    network: Any, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 64
+) -> Array:
+    """Logarithms of the times of programs."""
+    logs = np.zeros(len(features))
+    sizes = [(len(f.base_s), len(f.edges)) for f in features]
+    for part in pack(sizes, range(len(features)), size):
+        batch = _standard(make_batch([features[i] for i in part], size + 1), standard)
+        logs[part] = np.asarray(_apply(network, params, _inputs(batch), size + 1))[: len(part)]
+    return logs
+
+
+def _apply(network: Any, params: Any, inputs: tuple[Array, ...], slots: int) -> Any:
+    return _applied(network, slots)(params, *inputs)
+
+
+_FUNCTIONS: dict[tuple[Any, ...], Any] = {}
+
+
+def _applied(network: Any, slots: int) -> Any:
+    key = (network.width, network.layers, slots)
+    if key not in _FUNCTIONS:
+
+        def call(p: Any, *inputs: Any) -> Any:
+            return network.apply(p, *inputs, slots)
+
+        _FUNCTIONS[key] = jax.jit(call)
+    return _FUNCTIONS[key]
+
+
+def predict(trained: Trained, features: Sequence[Features]) -> Array:
+    """Seconds of each program: the members' geometric mean."""
+    options = trained.options
+    network = _network(options, 0.0)
+    standard = (trained.mean, trained.scale)
+    with _usual_promotion():
+        logs = np.mean([predict_logs(network, params, features, standard) for params in trained.members], axis=0)
+    return np.exp(logs)

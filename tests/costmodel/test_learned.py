@@ -1,0 +1,267 @@
+"""Random programs, kernel features, the network, the store, collection and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.cli import app
+from autoshard.costmodel import graph_time_s
+from autoshard.costmodel.learned.collect import collect_samples, good_samples, read_samples, wanted_programs
+from autoshard.costmodel.learned.evaluate import Score, mean_correction, scores, shuffled_control, wins
+from autoshard.costmodel.learned.features import compile_text, hlo_features, make_batch, pack
+from autoshard.costmodel.learned.hlo_graph import pack_text, parse_module, unpack_text
+from autoshard.costmodel.learned.kernel_features import WIDTH
+from autoshard.costmodel.learned.learn import learn_model, one_core
+from autoshard.costmodel.learned.programs import KINDS, make_program, structure
+from autoshard.costmodel.learned.store import RECORD, load_model
+from autoshard.costmodel.learned.train import (
+    LearnOptions,
+    Sample,
+    Split,
+    Trained,
+    predict,
+    split_samples,
+    train,
+)
+from autoshard.errors import ArgumentError
+from autoshard.ir import print_graph, trace, verify
+
+SMALL = LearnOptions(width=16, layers=1, epochs=25, patience=25, batch=32, seconds=12.0, dropout=0.0)
+
+
+def _softmax(x):
+    h = jnp.tanh(x) * 2
+    return (jax.nn.softmax(h, axis=-1), h.sum(axis=0))
+
+
+SOFTMAX = trace(_softmax, [jax.ShapeDtypeStruct((64, 96), jnp.float32)])
+
+
+@pytest.fixture(scope="module")
+def softmax_text() -> str:
+    return compile_text(SOFTMAX)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    """A synthetic law: a kernel takes its base time, ten times as long where the first figure is above 0."""
+    rng = np.random.default_rng(0)
+    made: list[Sample] = []
+    features = hlo_features(_TEXT)
+    for i in range(160):
+        n = int(rng.integers(1, 5))
+        nodes = np.zeros((n, WIDTH), np.float32)
+        nodes[:, :4] = rng.standard_normal((n, 4))
+        base = np.exp(rng.uniform(-10, -8, n)).astype(np.float32)
+        chain = np.array([(k, k + 1) for k in range(n - 1)], np.int32).reshape(-1, 2)
+        each = dataclasses.replace(
+            features, nodes=nodes, base_s=base, edges=chain, edge_bytes=np.ones(n - 1, np.float32)
+        )
+        time_s = float((base * np.where(nodes[:, 0] > 0, 10.0, 1.0)).sum())
+        kind = "cluster" if i % 3 else "step"
+        made.append(Sample(f"{kind}-{i}", kind, "law", f"s{i}", each, time_s, float(base.sum())))
+    return made
+
+
+_TEXT = """HloModule m
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %b = f32[8]{0} add(%a, %a)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(samples: list[Sample]) -> tuple[Split, Trained]:
+    split = split_samples(samples, 0)
+    return split, train(split, SMALL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_are_deterministic_and_valid(kind):
+    texts = set()
+    for seed in range(8 if kind == "cluster" else 2):
+        program, again = make_program(kind, seed), make_program(kind, seed)
+        graph = program.graph()
+        verify(graph)
+        assert print_graph(graph) == print_graph(again.graph())
+        assert program.avals == again.avals
+        assert structure(graph) == structure(again.graph())
+        args = program.arguments()
+        assert [(a.shape, a.dtype) for a in args] == [(a.shape, a.dtype) for a in program.avals]
+        for a, bound in zip(args, program.bounds, strict=True):
+            assert not bound or ((a >= 0).all() and (a < bound).all())
+        texts.add(structure(graph))
+    assert len(texts) > 1
+
+
+def test_structure_leaves_out_sizes():
+    small = trace(lambda x: (jnp.exp(x),), [jax.ShapeDtypeStruct((4, 4), jnp.float32)])
+    large = trace(lambda x: (jnp.exp(x),), [jax.ShapeDtypeStruct((64, 7), jnp.float32)])
+    other = trace(lambda x: (jnp.sin(x),), [jax.ShapeDtypeStruct((4, 4), jnp.float32)])
+    assert structure(small) == structure(large) != structure(other)
+
+
+def test_graph_time_counts_trips():
+    def loop(x):
+        y, _ = jax.lax.scan(lambda c, _: (jnp.sin(c) @ c, None), x, length=10)
+        return (y,)
+
+    def once(x):
+        return (jnp.sin(x) @ x,)
+
+    device, avals = one_core(), [jax.ShapeDtypeStruct((128, 128), jnp.float32)]
+    ten, one = graph_time_s(trace(loop, avals), device), graph_time_s(trace(once, avals), device)
+    assert ten == pytest.approx(10 * one, rel=0.2)
+
+
+def test_features_are_stable(softmax_text):
+    first, second = hlo_features(softmax_text), hlo_features(unpack_text(pack_text(softmax_text)))
+    np.testing.assert_array_equal(first.nodes, second.nodes)
+    np.testing.assert_array_equal(first.edges, second.edges)
+    assert np.isfinite(first.nodes).all()
+    assert (first.base_s > 0).all()
+    module = parse_module(softmax_text)
+    assert len(first.base_s) == len(module.kernels) + 1
+    assert first.edges.max() < len(module.kernels)
+    assert module.arguments[0].dims == (64, 96)
+
+
+def test_loop_bodies_count_their_trips():
+    def loop(x):
+        y, _ = jax.lax.scan(lambda c, _: (jnp.sin(c) * 2, None), x, length=50)
+        return (y,)
+
+    module = parse_module(compile_text(trace(loop, [jax.ShapeDtypeStruct((5000,), jnp.float32)])))
+    assert any(kernel.trips == 50 for kernel in module.kernels)
+
+
+def test_text_that_is_no_module_is_refused():
+    with pytest.raises(ArgumentError, match="no ENTRY"):
+        parse_module("nothing")
+
+
+def test_prediction_does_not_depend_on_padding(trained, samples):
+    _, model = trained
+    alone = [float(predict(model, [s.features])[0]) for s in samples[:5]]
+    together = predict(model, [s.features for s in samples])[:5]
+    np.testing.assert_allclose(alone, together, rtol=1e-4)
+
+
+def test_batches_hold_every_program_once():
+    sizes = [(n, n) for n in (10, 3000, 5, 1500, 700, 20)]
+    assert sorted(i for part in pack(sizes, range(6), 3) for i in part) == list(range(6))
+    features = hlo_features(_TEXT)
+    batch = make_batch([features, features], 4)
+    assert batch.program[:4].tolist() == [0, 0, 1, 1]
+    assert (batch.program[4:] == 3).all()
+
+
+def test_learns_a_law_that_shuffled_labels_do_not_teach(trained):
+    split, model = trained
+    held = split.held_out
+    learned = scores("learned", predict(model, [s.features for s in held]), held)[2]
+    base = scores("mean correction", mean_correction(split.train, held), held)[2]
+    assert learned.median < 0.1 < base.median
+    control = {s.kind: s for s in shuffled_control(split, SMALL) if s.model == "shuffled"}["all"]
+    assert control.within <= base.within + 0.15
+    assert control.median > 3 * learned.median
+
+
+def test_split_keeps_structures_together(samples):
+    twins = [dataclasses.replace(s, structure=f"s{i // 4}") for i, s in enumerate(samples)]
+    split = split_samples(twins, 1)
+    sides = [{s.structure for s in part} for part in (split.train, split.validation, split.held_out)]
+    assert not sides[0] & sides[1]
+    assert not sides[0] & sides[2]
+    assert not sides[1] & sides[2]
+    with pytest.raises(ArgumentError, match="at least 20"):
+        split_samples(samples[:5], 0)
+
+
+def test_wins_only_where_validation_is_better():
+    def table(learned: float, analytic: float) -> list[Score]:
+        return [
+            Score(model, kind, 50, 1 - error, error, error, 1.0)
+            for kind in ("cluster", "step", "all")
+            for model, error in (("learned", learned), ("analytic", analytic), ("analytic, scaled", analytic))
+        ]
+
+    assert wins(table(0.1, 0.3)) == {"cluster": True, "step": True}
+    assert wins(table(0.3, 0.1)) == {"cluster": False, "step": False}
+    few = [dataclasses.replace(s, count=3) for s in table(0.1, 0.3)]
+    assert wins(few) == {"cluster": False, "step": False}
+
+
+def test_store_round_trip(tmp_path: Path, samples, softmax_text):
+    found = learn_model(samples, tmp_path, dataclasses.replace(SMALL, epochs=2), {}, shuffled=False)
+    model = load_model(tmp_path)
+    assert model.record["split"]["held_out"]["programs"] == len(found.split.held_out)
+    assert model.predict_hlo_s(softmax_text) == model.predict_s(SOFTMAX) > 0
+    assert model.wins("step") == found.record["wins"]["step"]
+    assert "validation programs" in model.why("cluster")
+    record = json.loads((tmp_path / RECORD).read_text())
+    (tmp_path / RECORD).write_text(json.dumps(record | {"layout": "kernels-0:3"}))
+    with pytest.raises(ArgumentError, match="layout 'kernels-0:3'"):
+        load_model(tmp_path)
+    (tmp_path / RECORD).write_text(json.dumps(record | {"format": 99}))
+    with pytest.raises(ArgumentError, match="format 99"):
+        load_model(tmp_path)
+    with pytest.raises(ArgumentError, match="autoshard learn"):
+        load_model(tmp_path / "nothing")
+
+
+def test_collection_resumes_and_keeps_the_fastest(tmp_path: Path):
+    file = tmp_path / "samples.jsonl"
+    names = wanted_programs(2, 0)
+    assert names == wanted_programs(9, 0)[:2]
+    first = collect_samples(file, names[:1], dict(os.environ))
+    assert first.measured + first.noisy == 1
+    with file.open("a") as out:
+        out.write('{"kind": "clus')  # cut short by an interrupt
+    second = collect_samples(file, names, dict(os.environ))
+    assert (second.there, second.measured + second.noisy) == (1, 1)
+    records = read_samples(file)
+    assert [r["seed"] for r in records] == [seed for _, seed in names]
+    again = [records[0] | {"noisy": False, "time_s": t} for t in (3.0, 2.0)]
+    (kept,) = good_samples(again)
+    assert (kept["time_s"], kept["sessions"], kept["agreement"]) == (2.0, 2, 0.5)
+
+
+def test_cli_says_what_is_missing(tmp_path: Path):
+    result = CliRunner().invoke(app, ["learn", "--programs", "1", "-o", str(tmp_path / "m")])
+    assert isinstance(result.exception, ArgumentError)
+    assert "collect more" in str(result.exception)
+    bad = CliRunner().invoke(app, ["learn", "--programs", "0", "-o", str(tmp_path / "m")])
+    assert isinstance(bad.exception, ArgumentError)
+
+
+def test_cli_learns_from_what_is_there(tmp_path: Path, softmax_text):
+    rows = [
+        {
+            "kind": k,
+            "seed": s,
+            "family": "x",
+            "structure": f"s{s}",
+            "hlo": pack_text(softmax_text),
+            "time_s": 1e-4 + s * 1e-6,
+        }
+        for k, s in wanted_programs(30, 0)
+    ]
+    file = tmp_path / "samples.jsonl"
+    file.write_text("".join(json.dumps(r | {"noisy": False, "session": 0}) + "\n" for r in rows))
+    command = ["learn", "--programs", "30", "--train-minutes", "0.02", "-o", str(tmp_path)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert "programs never seen" in result.output
+    assert "there before 30" in result.output
+    assert load_model(tmp_path).record["counts"]["good"] == 30

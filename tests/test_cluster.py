@@ -285,23 +285,6 @@ def test_shared_network_is_divided() -> None:
     assert axis_group(cluster, mesh, ("model",)).levels == (Level(8, NVLINK),)
 
 
-def test_efficiency_by_members() -> None:
-    """2 members in a node reach the whole rate, 4 and 8 the share of 4; a group in one node does not care."""
-    network = dataclasses.replace(NETWORK, efficiency_by_members=((4, 0.5),))
-    cluster = dataclasses.replace(cluster_of(8, 8), network=network)
-    for size, share in ((2, 1.0), (4, 1.0), (8, 0.5), (16, 0.5)):
-        group = axis_group(cluster, (("x", size), ("y", 16 // size)), ("x",))
-        assert group.levels[-1] == Level(2, network, share)
-        assert group.levels[-1].rate_bytes_per_s == 50e9 * share
-    assert axis_group(cluster, (("y", 2), ("x", 8)), ("x",)).levels == (Level(8, NVLINK),)
-
-
-@pytest.mark.parametrize("entries", [((4, 0.5), (2, 0.7)), ((0, 0.5),), ((4, 1.5),), ((4, 0.5), (4, 0.4))])
-def test_efficiency_by_members_refused(entries: tuple[tuple[int, float], ...]) -> None:
-    with pytest.raises(ClusterError, match="efficiency_by_members"):
-        Link(50e9, 5e-6, 1.0, entries)
-
-
 def test_mesh_on_the_first_devices() -> None:
     assert axis_group(cluster_of(8, 8), (("data", 8),), ("data",)).levels == (Level(8, NVLINK),)
 

@@ -1,7 +1,9 @@
 """The small programs whose times say what a device does: one operator at one size, several times over.
 
-Each repeat has operands of its own, so that nothing is computed once for all, and together they are larger than the
-caches next to a core: in a train step a kernel's operands come from farther away too.
+Each repeat has operands of its own, so that nothing is computed once for all, and together they are larger than a
+core's own cache: in a train step a kernel's operands come from farther away too. Products share their right operand, as
+a layer's weights stay near; what a product costs when it does not is counted as bytes. Streams write over their first
+operand: memory fresh from the system costs more than the stream, and a step that owns its state does not ask for any.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false
@@ -18,13 +20,13 @@ import jax.numpy as jnp
 
 Rate = Literal["flops", "transcendentals", "bytes", "kernels", "calls"]
 
-WORKING_SET = 12 * 2**20
-"""Bytes all repeats touch together: beyond a core's own caches (1 to 2 MiB), within the memory's."""
+WORKING_SET = 3 * 2**20
+"""Bytes all repeats touch together: beyond a core's own cache (1 to 2 MiB), within the one that cores share."""
 
-WORK_FLOPS = 40e6
-"""Operations of all repeats together: half a millisecond of a core, twenty times what a call costs."""
+WORK_FLOPS = 30e6
+"""Operations of all repeats together: a third of a millisecond of a core, many times what a call costs."""
 
-MOST_REPEATS = 32
+MOST_REPEATS = 24
 
 
 @final
@@ -41,6 +43,8 @@ class Kernel:
       operands: (shape, dtype) of one repeat's operands; integers count from 0 to below `rows`.
       repeats: how often the body is in the program.
       rows: of a table that integers point into.
+      shared: whether all repeats have the same last operand.
+      replaces: whether the result takes the place of the first operand.
     """
 
     operator: str
@@ -51,6 +55,8 @@ class Kernel:
     operands: tuple[tuple[tuple[int, ...], str], ...]
     repeats: int
     rows: int = 1
+    shared: bool = False
+    replaces: bool = False
 
     @property
     def key(self) -> str:
@@ -91,19 +97,20 @@ def _overheads() -> Iterator[Kernel]:
 
 
 def _product(operator: str, m: int, k: int, n: int, dtype: str = "float32") -> Kernel:
-    width = jnp.dtype(dtype).itemsize
-    repeats = _repeats(width * (m * k + k * n + m * n), 2 * m * k * n)
+    flops = 2 * m * k * n
+    repeats = max(2, min(MOST_REPEATS, math.ceil(WORK_FLOPS / flops)))
     operands = ((m, k), dtype), ((k, n), dtype)
-    return Kernel(operator, min(m, k, n), "flops", 2 * m * k * n, lambda a, b: a @ b, operands, repeats)
+    size = min(m, k, n) if operator.startswith("matmul_narrow") else flops
+    return Kernel(operator, size, "flops", flops, lambda a, b: a @ b, operands, repeats, shared=True)
 
 
 def _products(quick: bool) -> Iterator[Kernel]:
-    for size in (32, 128, 512) if quick else (16, 32, 64, 128, 256, 512, 1024):
+    for size in (32, 128, 512) if quick else (16, 32, 48, 64, 128, 256, 512, 1024):
         yield _product("matmul.f32", size, size, size)
     if quick:
         return
-    yield _product("matmul.f32", 8, 512, 512)
-    yield _product("matmul.f32", 1, 1024, 1024)
+    for least in (1, 4, 8, 16, 32, 64):
+        yield _product("matmul_narrow.f32", least, 384, 384)
     for rows, width in ((64, 64), (128, 128), (128, 256), (256, 512)):
 
         def weights(x: Any, g: Any) -> Any:
@@ -127,7 +134,8 @@ def _stream(operator: str, elements: int, passes: int, body: Callable[..., Any],
     """Over rows of 256 floats; `passes` arrays are read or written by a repeat."""
     shape = (max(elements // 256, 1), 256), "float32"
     nbytes = 4 * elements * passes
-    return Kernel(operator, nbytes, "bytes", nbytes, body, (shape,) * count, _repeats(nbytes))
+    replaces = operator == "elementwise"
+    return Kernel(operator, nbytes, "bytes", nbytes, body, (shape,) * count, _repeats(nbytes), replaces=replaces)
 
 
 def _streams(quick: bool) -> Iterator[Kernel]:
@@ -153,10 +161,9 @@ def _functions(quick: bool) -> Iterator[Kernel]:
             "erf": jax.lax.erf,
             "pow": lambda x: jnp.abs(x) ** jnp.float32(2.3),
         }
-    elements = 2**16
+    elements, square = 2**16, (((256, 256), "float32"),)
     for name, body in functions.items():
-        operands = (((256, 256), "float32"),)
-        yield Kernel(name, elements, "transcendentals", elements, body, operands, 8)
+        yield Kernel(name, elements, "transcendentals", elements, body, square, 8, replaces=True)
 
     def polynomial(x: Any) -> Any:
         y = x
@@ -164,7 +171,15 @@ def _functions(quick: bool) -> Iterator[Kernel]:
             y = y * x + x
         return y
 
-    yield Kernel("vector", 32 * elements, "flops", 32 * elements, polynomial, (((256, 256), "float32"),), 8)
+    yield Kernel("vector", 32 * elements, "flops", 32 * elements, polynomial, square, 8, replaces=True)
+
+    def strided(body: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        # The concatenation keeps the transpose from becoming a mere change of layout.
+        return lambda x: jnp.concatenate([body(x).T, x[:1].T], 1)
+
+    yield Kernel("vector_strided", 32 * elements, "flops", 32 * elements, strided(polynomial), square, 8)
+    tanh = strided(lambda x: jnp.tanh(x) * x)
+    yield Kernel("transcendental_strided", elements, "transcendentals", elements, tanh, square, 8)
 
     def draw(x: Any) -> Any:
         return jax.random.bits(jax.random.wrap_key_data(x[0, :2]), (256, 256))
@@ -195,33 +210,38 @@ def _convolutions() -> Iterator[Kernel]:
 
 
 def _indexed() -> Iterator[Kernel]:
-    table = (8192, 64), "float32"
-    for rows in (256, 4096):
-        nbytes = 2 * rows * 64 * 4
+    for rows in (512, 4096):
+        table, taken = 4 * 8192 * 64, 4 * rows * 64
         index = (rows,), "int32"
-        yield Kernel("gather", nbytes, "bytes", nbytes, lambda t, i: t[i], (table, index), 4, 8192)
-        yield Kernel(
-            "scatter",
-            1.5 * nbytes,  # read, added to, written
-            "bytes",
-            1.5 * nbytes,
-            lambda t, i, u: t.at[i].add(u),
-            (table, index, ((rows, 64), "float32")),
-            4,
-            8192,
-        )
+        operands = ((8192, 64), "float32"), index
+        yield Kernel("gather", 2 * taken, "bytes", 2 * taken, lambda t, i: t[i], operands, 4, 8192)
+
+        def add(u: Any, i: Any) -> Any:
+            return jnp.zeros((8192, 64)).at[i].add(u)
+
+        # What is touched is read, added to and written; the zeros are written first.
+        nbytes = 3 * taken
+        operands = ((rows, 64), "float32"), index
+        yield Kernel("scatter", nbytes, "bytes", nbytes + table / 4, add, operands, 4, 8192)
 
 
 def operands_of(kernel: Kernel, seed: int = 0) -> list[Any]:
     """Arrays for all repeats, one after the other."""
     keys = jax.random.split(jax.random.key(seed), kernel.repeats * len(kernel.operands))
-    return [_draw(key, kernel, *each) for key, each in zip(keys, list(kernel.operands) * kernel.repeats, strict=True)]
+    step = len(kernel.operands)
+    drawn = [_draw(key, kernel, *each) for key, each in zip(keys, list(kernel.operands) * kernel.repeats, strict=True)]
+    return [drawn[step - 1] if kernel.shared and i % step == step - 1 else x for i, x in enumerate(drawn)]
 
 
 def _draw(key: Any, kernel: Kernel, shape: Sequence[int], dtype: str) -> Any:
     if jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
         return jax.random.randint(key, shape, 0, max(kernel.rows, 2), jnp.int32).astype(dtype)
     return jax.random.uniform(key, shape, jnp.float32, 0.1, 1.0).astype(dtype)
+
+
+def replaced(kernel: Kernel) -> tuple[int, ...]:
+    """The arrays that the program's results take the place of."""
+    return tuple(range(0, kernel.repeats * len(kernel.operands), len(kernel.operands))) if kernel.replaces else ()
 
 
 def program_of(kernel: Kernel) -> Callable[..., list[Any]]:

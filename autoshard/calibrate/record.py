@@ -4,7 +4,7 @@ The cache is a JSON-lines file beside the output: first what was measured on, th
 finds the cache of the same devices goes on after its last line.
 
     {"setup": {"jax": "0.10.1", "device": "cpu", "devices": 1, ...}}
-    {"key": "matmul.f32@512", "median": 0.0029, "spread": 0.01, "count": 27, "unit": "s"}
+    {"key": "matmul.f32@512", "median": 0.0029, "low": 0.0029, "spread": 0.01, "count": 27, "unit": "s"}
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ class Record:
         lines += [f"{key} = {json.dumps(value)}" for key, value in self.setup.items()]
         lines += ["", "[measured.fit_errors]"]
         lines += [f"{json.dumps(key)} = {value:.4g}" for key, value in self.errors.items()]
-        lines += ["", "[measured.times]", "# median, interquartile range over median, calls"]
+        lines += ["", "[measured.times]", "# median, lower quartile, interquartile range over median, calls"]
         for key, m in self.measured.items():
-            fields = f"median = {m.median:.6g}, spread = {m.spread:.3g}, count = {m.count}, unit = {json.dumps(m.unit)}"
+            fields = f"median = {m.median:.6g}, low = {m.low:.6g}, spread = {m.spread:.3g}, count = {m.count}"
+            fields += f", unit = {json.dumps(m.unit)}"
             lines.append(f"{json.dumps(key)} = {{ {fields} }}")
         return "\n".join(lines) + "\n"

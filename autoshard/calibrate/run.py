@@ -2,6 +2,7 @@
 
     launch      (call of many small kernels - call) / kernels
     peak        best rate of any product; best of any stream
+                (of kernels the lower quartile of all calls counts, of collectives the median)
     share       work / (time - launch) / peak, for every class and size
     link        fitted to all collectives of a level (`fit.py`); what is left is a curve for each kind of collective
 
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.calibrate.clock import Measured, best_clock, measure
 from autoshard.calibrate.fit import Timed, fit_link
-from autoshard.calibrate.kernels import Kernel, kernels, operands_of, program_of
+from autoshard.calibrate.kernels import Kernel, kernels, operands_of, program_of, replaced
 from autoshard.calibrate.record import Cache, Record, describe_setup
 from autoshard.calibrate.wires import Wire, collective_call, wires
 from autoshard.cluster import Cluster, DeviceSpec, GroupLinks, Level, Link, Node
@@ -151,8 +152,16 @@ def _kernel_call(kernel: Kernel, local: Sequence[Any]) -> Callable[[], object]:
             return [y[None] for y in single(*(row[0] for row in rows))]
 
         program = jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    compiled = jax.jit(program).lower(*arrays).compile()
-    return lambda: jax.block_until_ready(compiled(*arrays))
+    places = replaced(kernel)
+    compiled = jax.jit(program, donate_argnums=places).lower(*arrays).compile()
+
+    def call() -> object:
+        results = jax.block_until_ready(compiled(*arrays))
+        for place, result in zip(places, results, strict=False):
+            arrays[place] = result
+        return results
+
+    return call
 
 
 def _agree(number: int) -> int:
@@ -211,11 +220,11 @@ def _kind_curves(timed: Sequence[Timed], group: GroupLinks, launch_s: float) -> 
 
 def _device(base: DeviceSpec, todo: Sequence[Kernel], found: Mapping[str, Measured]) -> DeviceSpec:
     """A device with measured rates."""
-    call_s = found["call@1"].median
-    times = {k.key: max(found[k.key].median - call_s, 0.05 * found[k.key].median) / k.repeats for k in todo}
+    call_s = found["call@1"].low
+    times = {k.key: max(found[k.key].low - call_s, 0.05 * found[k.key].low) / k.repeats for k in todo}
     launch_s = next(times[k.key] / k.work for k in todo if k.operator == "launch")
     rates = {k.key: k.work / max(times[k.key] - launch_s, 0.05 * times[k.key]) for k in todo}
-    flops = {"f32": max(rates[k.key] for k in todo if k.operator == "matmul.f32")}
+    flops = {"f32": max(rates[k.key] for k in todo if k.operator.startswith("matmul") and k.operator.endswith(".f32"))}
     for dtype in ("bf16", "f64"):
         measured = [rates[k.key] for k in todo if k.operator == f"matmul.{dtype}"]
         if measured:

@@ -11,6 +11,8 @@ from .collectives import collective_time_s as collective_time_s
 from .collectives import wire_bytes as wire_bytes
 from .cost import NO_COST as NO_COST
 from .cost import Cost as Cost
+from .cpu_fusion import EquationKernels as EquationKernels
+from .cpu_fusion import cpu_kernels as cpu_kernels
 from .fusion import FusionClass as FusionClass
 from .fusion import FusionEstimate as FusionEstimate
 from .fusion import fusible as fusible

@@ -2,7 +2,8 @@
 
     time = launch + max( operations / (peak * share(class, size)), bytes / (bandwidth * share(class, bytes)) )
 
-Which classes and sizes: `roofline.py`. What no curve says has the device's flat efficiencies.
+Operations count once for each kernel that an equation is computed in; in kernels that run in transposed order, at the
+rate of classes `_strided`. Which classes and sizes: `roofline.py`. What no curve says has flat efficiencies.
 """
 
 from __future__ import annotations
@@ -41,25 +42,44 @@ def measured_time_s(
     local_bytes: float,
     device: DeviceSpec,
     *,
-    fused: bool = False,
+    launches: int = 1,
     matrix: Matrix | None = None,
+    copies: int = 1,
+    strided: int = 0,
 ) -> float:
-    """Time of a device's part of some work from what was measured; arguments as of `roofline.work_time_s`."""
-    launch_s = 0.0 if fused else device.kernel_launch_s
+    """Time of a device's part of some work from what was measured.
+
+    Args:
+      work, flop_share, local_bytes, device, matrix: as of `roofline.work_time_s`.
+      launches: kernels that count for it.
+      copies: kernels that it is computed in.
+      strided: of them those that run in transposed order.
+    """
+    launch_s = launches * device.kernel_launch_s
     if work.kind is WorkKind.MATMUL:
         operations_s = _product_s(work, flop_share, matrix, device)
         return launch_s + max(operations_s, _stream_s(work, local_bytes, device))
+    straight = copies - strided
     operations_s = 0.0
-    peak = device.peak_flops_per_s("f64" if work.flops_class == "f64" else "f32")
+    if straight:
+        operations_s += straight * _operations_s(work, flop_share, device, "")
+    if strided:
+        operations_s += strided * _operations_s(work, flop_share, device, "_strided")
+    return launch_s + max(operations_s, _stream_s(work, local_bytes, device))
+
+
+def _operations_s(work: Work, flop_share: float, device: DeviceSpec, order: str) -> float:
+    time_s = 0.0
     if work.flops:
         size = work.flops * flop_share
-        share = device.share(_operation_classes(work.kind), size) or device.matmul_efficiency
-        operations_s = size / (device.peak_flops_per_s(work.flops_class) * share)
+        share = device.share(_operation_classes(work.kind, order), size) or device.matmul_efficiency
+        time_s = size / (device.peak_flops_per_s(work.flops_class) * share)
     if work.transcendentals:
         size = work.transcendentals * flop_share
-        share = device.share((work.operator, "transcendental"), size) or device.matmul_efficiency
-        operations_s += size * TRANSCENDENTAL_FLOPS / (peak * share)
-    return launch_s + max(operations_s, _stream_s(work, local_bytes, device))
+        share = device.share(_function_classes(work.operator, order), size) or device.matmul_efficiency
+        peak = device.peak_flops_per_s("f64" if work.flops_class == "f64" else "f32")
+        time_s += size * TRANSCENDENTAL_FLOPS / (peak * share)
+    return time_s
 
 
 def _stream_s(work: Work, nbytes: float, device: DeviceSpec) -> float:
@@ -82,23 +102,40 @@ def _stream_classes(kind: WorkKind, operator: str, form: str) -> tuple[str, ...]
 
 
 @cache
-def _operation_classes(kind: WorkKind) -> tuple[str, ...]:
-    return (kind.value, "vector") if kind in _LIBRARY else ("vector",)
+def _operation_classes(kind: WorkKind, order: str) -> tuple[str, ...]:
+    return (kind.value, "vector") if kind in _LIBRARY else (f"vector{order}", "vector")
 
 
 @cache
-def _product_classes(operator: str, form: str, dtype: str) -> tuple[str, ...]:
+def _function_classes(operator: str, order: str) -> tuple[str, ...]:
+    plain = operator, "transcendental"
+    return (f"{operator}{order}", f"transcendental{order}", *plain) if order else plain
+
+
+@cache
+def _product_classes(operator: str, form: str, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(classes by least extent, classes by operations) of a product."""
     base = "conv" if operator.startswith("conv") else "matmul"
     dtypes = (dtype, "f32") if dtype == "tf32" else (dtype,)
-    names = (f"{base}_{form}", base, "matmul") if form else (base, "matmul")
-    return tuple(full for name in names for full in (*(f"{name}.{d}" for d in dtypes), name))
+
+    def full(*names: str) -> tuple[str, ...]:
+        return tuple(text for name in names for text in (*(f"{name}.{d}" for d in dtypes), name))
+
+    if base == "conv" or form:
+        named = (f"{base}_{form}", base) if form else (base,)
+        return full(*(name for name in named if name != "matmul"), "matmul_narrow"), full("matmul")
+    return full("matmul_narrow"), full("matmul")
 
 
 def _product_s(work: Work, flop_share: float, matrix: Matrix | None, device: DeviceSpec) -> float:
-    size = _least_extent(work, flop_share) if matrix is None else min(matrix.m, matrix.n, matrix.k)
-    names = _product_classes(work.operator, work.form, work.flops_class)
-    share = device.share(names, size) or device.matmul_efficiency
-    return work.flops * flop_share / (device.peak_flops_per_s(work.flops_class) * share)
+    flops = work.flops * flop_share
+    extent = _least_extent(work, flop_share) if matrix is None else min(matrix.m, matrix.n, matrix.k)
+    narrow, plain = _product_classes(work.operator, work.form, work.flops_class)
+    share = device.share(narrow, extent)
+    if share is None or narrow[0].startswith("matmul_narrow"):
+        whole = device.share(plain, flops) or device.matmul_efficiency
+        share = whole if share is None else min(share, whole)
+    return flops / (device.peak_flops_per_s(work.flops_class) * share)
 
 
 def _least_extent(work: Work, flop_share: float) -> float:

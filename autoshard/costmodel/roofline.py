@@ -8,7 +8,8 @@ Multiplication Background User's Guide": tile and wave quantisation). Launch is 
 A calibrated device (`DeviceSpec.efficiency`) has measured efficiencies by operator class and size instead:
 
     class                                     size                                         rate it is a share of
-    matmul, conv, each with _FORM, .dtype     the least of m, n and k                      peak FLOP/s of the dtype
+    matmul.dtype                              operations of a product                      peak FLOP/s of the dtype
+    matmul_narrow, _weights, _batched, conv   the least of m, n and k                      the same; the lower counts
     exp, tanh, ... or transcendental          elements                                     peak of f32 / 16
     vector (elementwise, reduce), sort, ...   operations                                   peak of f32
     elementwise, reduce, move, gather, ...    bytes                                        bandwidth
@@ -63,7 +64,7 @@ def work_time_s(
     if work.kind is WorkKind.FREE:
         return 0.0
     if device.calibrated:
-        return measured_time_s(work, flop_share, local_bytes, device, fused=fused, matrix=matrix)
+        return measured_time_s(work, flop_share, local_bytes, device, launches=0 if fused else 1, matrix=matrix)
     operations_s = 0.0
     if work.flops:
         rate = device.peak_flops_per_s(work.flops_class) * device.matmul_efficiency

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.costmodel import Buffers, Lives, find_lives, materialized, peak_memory
+from autoshard.costmodel import Buffers, Lives, cpu_kernels, find_lives, materialized, peak_memory
 from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
 from autoshard.passes import DuplicateCheap, run_passes
@@ -228,7 +228,9 @@ def plan_mesh(
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
-    pricer = Pricer(cluster, mesh, task.written.__contains__)
+    device = cluster.device(0)
+    kernels = cpu_kernels(task.graph) if device.calibrated and device.kind == "cpu" else None
+    pricer = Pricer(cluster, mesh, task.written.__contains__, kernels)
     model = build_model(task.ops, mesh, task.pins, tie, task.written)
     ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)

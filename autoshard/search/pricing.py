@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.cluster import Cluster, axis_group
 from autoshard.costmodel import (
     CollectiveKind,
+    EquationKernels,
     Work,
+    WorkKind,
     collective_time_s,
     equation_work,
+    measured_time_s,
     path_collectives,
     reshard_path,
     work_time_s,
@@ -78,13 +81,20 @@ class Pricer:
       overlaps: whether collectives run beside compute: XLA makes them asynchronous on GPUs, on CPUs it does not.
     """
 
-    def __init__(self, cluster: Cluster, mesh: MeshShape, materialized: Callable[[Value], bool]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        mesh: MeshShape,
+        materialized: Callable[[Value], bool],
+        kernels: Mapping[int, EquationKernels] | None = None,
+    ) -> None:
         self.cluster = cluster
         self.mesh = mesh
         self.sizes = dict(mesh)
         self._device = cluster.device(0)
         self.overlaps = self._device.kind != "cpu"
         self._materialized = materialized
+        self._kernels = kernels
         self._routes: dict[Any, Route] = {}
         self._steps: dict[tuple[tuple[int, ...], int], dict[tuple[Spec, Spec], float]] = {}
         self._groups: dict[tuple[str, ...], Any] = {}
@@ -192,6 +202,10 @@ class Pricer:
         if op.index not in self._work:
             self._work[op.index] = equation_work(op.equation)
         work = self._work[op.index]
+        if self._kernels is not None and work.kind is not WorkKind.FREE:
+            found = self._kernels.get(id(op.equation))
+            if found is not None:
+                return self._measured_s(op, choice, work, found)
         moved = 0.0
         for k, (atom, spec) in enumerate(zip(op.operands, choice.operands, strict=True)):
             if isinstance(atom, Value) and self._materialized(atom):
@@ -202,3 +216,22 @@ class Pricer:
         share = 1.0 / axes_size(choice.split_axes, self.sizes)
         fused = not any(self._materialized(value) for value in op.results)
         return work_time_s(work, share, moved, self._device, fused=fused)
+
+    def _measured_s(self, op: Op, choice: Choice, work: Work, kernels: EquationKernels) -> float:
+        """Of a calibrated device: bytes, launches and copies are those of its compiler's kernels."""
+        moved = 0.0
+        for nbytes, times, spec in zip(work.operand_bytes, kernels.reads, choice.operands, strict=True):
+            if times:
+                moved += times * nbytes / axes_size(spec_axes(spec), self.sizes)
+        for nbytes, written, spec in zip(work.result_bytes, kernels.writes, choice.results, strict=True):
+            if written:
+                moved += nbytes / axes_size(spec_axes(spec), self.sizes)
+        return measured_time_s(
+            work,
+            1.0 / axes_size(choice.split_axes, self.sizes),
+            moved,
+            self._device,
+            launches=kernels.launches,
+            copies=kernels.copies,
+            strided=kernels.strided,
+        )

@@ -1,0 +1,160 @@
+"""Which kernels XLA:CPU makes of a graph, and what each reads and writes.
+
+An estimate of XLA:CPU's fusion (openxla/xla, xla/service/cpu/cpu_instruction_fusion.cc, xla/service/
+instruction_fusion.cc), as seen in compiled programs of jax 0.10.1:
+
+    loop   elementwise, broadcast, slice, gather, ...    fused into all who read it, computed again in each
+    alone  dot, convolution, reduction, scatter, concatenation, ...    operands and results are in memory
+
+A loop value is stored instead of fused if it leaves the graph, if a reader is alone, or if it is expensive (a function,
+a division) and has several readers. There is no fusion of kernels side by side.
+
+A product that contracts several leading dimensions (a weight's gradient over batch and time) reads its first operand
+transposed: the loop that makes the operand runs once more in that order, an element at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from autoshard.costmodel.fusion import FusionClass, fusion_class
+from autoshard.costmodel.primitives import CUMULATIVE, RANDOM, REDUCTIONS, SCATTERS, TRANSCENDENTAL, WINDOWS
+from autoshard.costmodel.work import equation_work
+from autoshard.ir import Apply, Equation, Graph, Reshard, Value
+
+_ALONE = REDUCTIONS | CUMULATIVE | SCATTERS | RANDOM | WINDOWS | {"concatenate", "dynamic_update_slice"}
+_EXPENSIVE = frozenset(TRANSCENDENTAL) | {"div", "rem", "integer_pow"}
+_MOST_COPIES = 8
+"""Kernels that one loop is computed again in at most. Nominal."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EquationKernels:
+    """What an equation has of the kernels of a graph.
+
+    Attributes:
+      reads: for each operand how many kernels read it from memory for this equation.
+      writes: for each result whether it is written.
+      launches: kernels this equation ends.
+      copies: kernels it is computed in.
+      strided: of them those that run in transposed order.
+    """
+
+    reads: tuple[int, ...]
+    writes: tuple[bool, ...]
+    launches: int
+    copies: int
+    strided: int
+
+
+def cpu_kernels(graph: Graph) -> dict[int, EquationKernels]:
+    """For each equation, by its `id`, what it has of the kernels; bodies of control flow included."""
+    found = _kernels(graph)
+    for equation in graph.equations:
+        for body in equation.graphs if isinstance(equation, Apply) else ():
+            found.update(cpu_kernels(body))
+    return found
+
+
+def _class(equation: Equation, products: set[Value]) -> FusionClass:
+    if isinstance(equation, Apply):
+        if equation.name in _ALONE:
+            return FusionClass.ALONE
+        # The transpose of a product is the product of its operands the other way round.
+        if equation.name == "transpose" and equation.inputs[0] in products:
+            return FusionClass.ALIAS
+    return fusion_class(equation)
+
+
+def _kernels(graph: Graph) -> dict[int, EquationKernels]:
+    products: set[Value] = set()
+    for equation in graph.equations:
+        if isinstance(equation, Apply) and equation.name == "dot_general":
+            products.update(equation.outputs)
+    classes = [_class(equation, products) for equation in graph.equations]
+    source = _aliases(graph, classes)
+    stored = {source.get(v, v) for v in (*graph.inputs, *(v for v, _ in graph.constants), *graph.outputs)}
+    readers: dict[Value, set[int]] = {}  # kernels that read a value in registers
+    alone: set[Value] = set()  # values some reader needs in memory
+    direct: dict[Value, set[int]] = {}  # kernels that copy the value in transposed order
+    kernels: list[frozenset[int]] = [frozenset()] * len(classes)
+    strided: set[int] = set()
+    extra = len(classes)
+    for index in reversed(range(len(classes))):
+        equation, kind = graph.equations[index], classes[index]
+        values = [source.get(v, v) for v in equation.inputs if isinstance(v, Value)]
+        if kind is FusionClass.ALIAS:
+            continue
+        if kind is FusionClass.LOOP:
+            around = set[int]().union(*(readers.get(v, ()) for v in equation.outputs))
+            name = equation.name if isinstance(equation, Apply) else ""
+            need = any(v in stored or v in alone for v in equation.outputs)
+            if need or not around or len(around - strided) > (1 if name in _EXPENSIVE else _MOST_COPIES):
+                stored.update(equation.outputs)
+                around = {index}
+            around |= set[int]().union(*(direct.get(v, ()) for v in equation.outputs))
+            kernels[index] = frozenset(around)
+            for value in values:
+                readers.setdefault(value, set()).update(around)
+        else:
+            stored.update(equation.outputs)
+            kernels[index] = frozenset((index,))
+            alone.update(values)
+            if _reads_transposed(equation):
+                direct.setdefault(values[0], set()).add(extra)
+                strided.add(extra)
+                extra += 1
+    return _count(graph, classes, source, stored, kernels, strided)
+
+
+def _aliases(graph: Graph, classes: list[FusionClass]) -> dict[Value, Value]:
+    source: dict[Value, Value] = {}
+    for equation, kind in zip(graph.equations, classes, strict=True):
+        if kind is not FusionClass.ALIAS:
+            continue
+        for value, atom in zip(equation.outputs, equation.inputs, strict=False):
+            if isinstance(atom, Value):
+                source[value] = source.get(atom, atom)
+    return source
+
+
+def _reads_transposed(equation: Equation) -> bool:
+    if isinstance(equation, Reshard) or equation.name != "dot_general" or not isinstance(equation.inputs[0], Value):
+        return False
+    return equation_work(equation).form == "weights"
+
+
+def _count(
+    graph: Graph,
+    classes: list[FusionClass],
+    source: dict[Value, Value],
+    stored: set[Value],
+    kernels: list[frozenset[int]],
+    strided: set[int],
+) -> dict[int, EquationKernels]:
+    seen: set[tuple[Value, int]] = set()
+    last: dict[int, int] = {}
+    rows: list[tuple[Equation, tuple[int, ...], tuple[bool, ...]]] = []
+    for index, equation in enumerate(graph.equations):
+        for kernel in kernels[index]:
+            last[kernel] = index
+        reads: list[int] = []
+        for atom in equation.inputs:
+            base = source.get(atom, atom) if isinstance(atom, Value) else None
+            fresh = {(base, k) for k in kernels[index]} - seen if base is not None and base in stored else set()
+            seen |= {(value, k) for value, k in fresh if value is not None}
+            reads.append(len(fresh))
+        kind = classes[index]
+        rows.append(
+            (equation, tuple(reads), tuple(kind is not FusionClass.ALIAS and v in stored for v in equation.outputs))
+        )
+        seen |= {(value, kernel) for value in equation.outputs for kernel in kernels[index]}
+    ends = [0] * len(rows)
+    for index in last.values():
+        ends[index] += 1
+    return {
+        id(equation): EquationKernels(reads, writes, ends[i], len(kernels[i]), len(kernels[i] & strided))
+        for i, (equation, reads, writes) in enumerate(rows)
+    }

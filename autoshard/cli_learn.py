@@ -41,17 +41,19 @@ def learn(
         bool, typer.Option(help="keep the samples that the folder has, and measure what is missing")
     ] = True,
     workers: Annotated[int, typer.Option(help="programs measured at once, each on a core of its own")] = 1,
-    train_minutes: Annotated[float, typer.Option(help="most minutes of training; the control takes as long")] = 5.0,
+    train_minutes: Annotated[float, typer.Option(help="most minutes of training, in CPU time")] = 5.0,
+    members: Annotated[int, typer.Option(help="networks trained; their predictions are averaged")] = 3,
 ) -> None:
     """Measures random programs on this machine, trains the learned cost model, and compares it with the analytic one.
 
     Ctrl-C while measuring keeps what is measured and goes on with it.
     """
-    if programs < 1 or minutes < 0 or workers < 1 or train_minutes <= 0:
+    if min(programs, workers, members) < 1 or minutes < 0 or train_minutes <= 0:
         raise ArgumentError(
             explain(
-                f"--programs {programs} --minutes {minutes:g} --workers {workers} --train-minutes {train_minutes:g}",
-                "at least one program and worker, minutes above 0",
+                f"--programs {programs} --minutes {minutes:g} --workers {workers} --train-minutes {train_minutes:g} "
+                f"--members {members}",
+                "at least one program, worker and network, minutes above 0",
                 "correct",
             )
         )
@@ -66,7 +68,7 @@ def learn(
         samples = make_samples(
             records, one_core(), lambda done, all_: progress.update(task, completed=done, total=all_)
         )
-    options = LearnOptions(seconds=train_minutes * 60, seed=seed)
+    options = LearnOptions(seconds=train_minutes * 60, members=members, seed=seed)
     with _progress() as progress:
         task = progress.add_task("training", total=options.epochs)
 

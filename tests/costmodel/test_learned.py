@@ -35,7 +35,9 @@ from autoshard.costmodel.learned.train import (
 from autoshard.errors import ArgumentError
 from autoshard.ir import print_graph, trace, verify
 
-SMALL = LearnOptions(width=16, layers=1, epochs=25, patience=25, batch=32, seconds=12.0, dropout=0.0)
+SMALL = LearnOptions(
+    width=16, layers=1, epochs=40, patience=40, batch=32, learning_rate=1e-2, seconds=60.0, dropout=0.0, members=1
+)
 
 
 def _softmax(x):
@@ -260,7 +262,7 @@ def test_cli_learns_from_what_is_there(tmp_path: Path, softmax_text):
     ]
     file = tmp_path / "samples.jsonl"
     file.write_text("".join(json.dumps(r | {"noisy": False, "session": 0}) + "\n" for r in rows))
-    command = ["learn", "--programs", "30", "--train-minutes", "0.02", "-o", str(tmp_path)]
+    command = ["learn", "--programs", "30", "--train-minutes", "0.02", "--members", "1", "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "programs never seen" in result.output
     assert "there before 30" in result.output

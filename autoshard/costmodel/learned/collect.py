@@ -219,12 +219,14 @@ class _Pool:
                 self._done.put(answer)
         process = self._processes.pop(core, None)
         if process is not None:
-            process.kill()
-            process.wait()
+            _end(process)
 
     def _ask(self, core: int, line: str) -> dict[str, Any] | None:
         process = self._processes.get(core)
-        if process is None or process.poll() is not None:
+        if process is not None and process.poll() is not None:
+            _end(process)
+            process = None
+        if process is None:
             process = self._processes[core] = self._start(core)
         assert process.stdin is not None, "the worker was started with pipes"
         assert process.stdout is not None, "the worker was started with pipes"
@@ -255,3 +257,8 @@ class _Pool:
             # An interrupt at the terminal is for the parent, which keeps what is measured.
             start_new_session=os.name == "posix",
         )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with process:  # closes its pipes and waits for it
+        process.kill()

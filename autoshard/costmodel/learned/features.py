@@ -121,9 +121,9 @@ class Batch:
 
 def pad_size(n: int) -> int:
     """The next of few sizes, so that few programs are compiled."""
-    size = NODES
+    size = NODES // 8
     while size < n:
-        size *= 4
+        size *= 8
     return size
 
 

@@ -61,7 +61,7 @@ class Corrector(nn.Module):
       dropout: part of the hidden states left out in training.
     """
 
-    width: int = 96
+    width: int = 64
     layers: int = 2
     dropout: float = 0.0
 

@@ -66,16 +66,16 @@ class LearnOptions:
       seed: of weights and order.
     """
 
-    width: int = 96
+    width: int = 64
     layers: int = 2
-    dropout: float = 0.05
-    epochs: int = 60
-    patience: int = 20
+    dropout: float = 0.15
+    epochs: int = 24
+    patience: int = 8
     batch: int = 32
-    learning_rate: float = 3e-3
-    weight_decay: float = 1e-3
+    learning_rate: float = 2e-3
+    weight_decay: float = 2e-2
     average: float = 0.99
-    members: int = 1
+    members: int = 3
     seconds: float = 300.0
     seed: int = 0
 
@@ -184,11 +184,13 @@ def _train_one(
         return jnp.sum(optax.huber_loss(logs_, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
 
     @jax.jit
-    def update(p: Any, average: Any, s: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any) -> Any:
+    def update(
+        p: Any, average: Any, s: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any, new: Any
+    ) -> Any:
         value, grads = jax.value_and_grad(loss)(p, inputs, y, weight, dropout)
         changes, s = optimizer.update(grads, s, p)
         p = optax.apply_updates(p, changes)
-        average = optax.incremental_update(p, average, 1 - options.average)
+        average = optax.incremental_update(p, average, new)
         return p, average, s, value
 
     average = params
@@ -203,8 +205,9 @@ def _train_one(
             y[: len(part)] = [logs[s.name] for s in part]
             weight[: len(part)] = 1.0
             number += 1
+            new = max(1 - options.average, 9 / (9 + number))  # the first weights are soon forgotten
             params, average, state, value = update(
-                params, average, state, _inputs(batch), y, weight, jax.random.fold_in(key, number)
+                params, average, state, _inputs(batch), y, weight, jax.random.fold_in(key, number), new
             )
             found.append(float(value))
         validation = _huber(_predict(network, average, split.validation, standard), split.validation)

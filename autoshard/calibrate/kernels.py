@@ -114,7 +114,8 @@ def _products(quick: bool) -> Iterator[Kernel]:
     for rows, width in ((64, 64), (128, 128), (128, 256), (256, 512)):
 
         def weights(x: Any, g: Any) -> Any:
-            return jnp.einsum("btd,btf->df", x, g)
+            kernel = jnp.zeros((x.shape[-1], g.shape[-1]))
+            return jax.linear_transpose(lambda w: x @ w, kernel)(g)[0]
 
         flops = 2 * 4 * rows * width * 2 * width
         shapes = ((4, rows, width), "float32"), ((4, rows, 2 * width), "float32")
@@ -135,7 +136,8 @@ def _stream(operator: str, elements: int, passes: int, body: Callable[..., Any],
     shape = (max(elements // 256, 1), 256), "float32"
     nbytes = 4 * elements * passes
     replaces = operator == "elementwise"
-    return Kernel(operator, nbytes, "bytes", nbytes, body, (shape,) * count, _repeats(nbytes), replaces=replaces)
+    repeats = _repeats(nbytes)
+    return Kernel(operator, 4 * elements, "bytes", nbytes, body, (shape,) * count, repeats, replaces=replaces)
 
 
 def _streams(quick: bool) -> Iterator[Kernel]:
@@ -146,8 +148,13 @@ def _streams(quick: bool) -> Iterator[Kernel]:
         yield _stream("reduce", elements, 1, lambda a: a.sum(1))
         yield _stream("reduce_major", elements, 1, lambda a: a.sum(0))
         if not quick:
-            yield _stream("transpose", elements, 2, lambda a: jnp.concatenate([a.T, a.T[:1]]))
             yield _stream("cumulative", elements, 2, lambda a: jnp.cumsum(a, 0))
+
+    for side in (512,) if quick else (128, 512, 1024, 2048):
+        square = (((side, side), "float32"),) * 2
+        nbytes = 4 * side * side
+        # The sum keeps the transpose from becoming a mere change of layout; of its bytes half are read across.
+        yield Kernel("transpose", nbytes, "bytes", 2 * nbytes, lambda a, b: a + b.T, square, _repeats(3 * nbytes))
 
 
 def _functions(quick: bool) -> Iterator[Kernel]:
@@ -214,7 +221,7 @@ def _indexed() -> Iterator[Kernel]:
         table, taken = 4 * 8192 * 64, 4 * rows * 64
         index = (rows,), "int32"
         operands = ((8192, 64), "float32"), index
-        yield Kernel("gather", 2 * taken, "bytes", 2 * taken, lambda t, i: t[i], operands, 4, 8192)
+        yield Kernel("gather", taken, "bytes", 2 * taken, lambda t, i: t[i], operands, 4, 8192)
 
         def add(u: Any, i: Any) -> Any:
             return jnp.zeros((8192, 64)).at[i].add(u)
@@ -222,7 +229,7 @@ def _indexed() -> Iterator[Kernel]:
         # What is touched is read, added to and written; the zeros are written first.
         nbytes = 3 * taken
         operands = ((rows, 64), "float32"), index
-        yield Kernel("scatter", nbytes, "bytes", nbytes + table / 4, add, operands, 4, 8192)
+        yield Kernel("scatter", taken, "bytes", nbytes + table / 4, add, operands, 4, 8192)
 
 
 def operands_of(kernel: Kernel, seed: int = 0) -> list[Any]:

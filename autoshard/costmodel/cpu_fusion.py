@@ -15,7 +15,7 @@ transposed: the loop that makes the operand runs once more in that order, an ele
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from autoshard.costmodel.fusion import FusionClass, fusion_class
@@ -35,7 +35,8 @@ class EquationKernels:
     """What an equation has of the kernels of a graph.
 
     Attributes:
-      reads: for each operand how many kernels read it from memory for this equation.
+      reads: for each operand how many kernels read it from memory for this equation, in order.
+      strided_reads: how many read it in transposed order.
       writes: for each result whether it is written.
       launches: kernels this equation ends.
       copies: kernels it is computed in.
@@ -43,6 +44,7 @@ class EquationKernels:
     """
 
     reads: tuple[int, ...]
+    strided_reads: tuple[int, ...]
     writes: tuple[bool, ...]
     launches: int
     copies: int
@@ -136,25 +138,27 @@ def _count(
 ) -> dict[int, EquationKernels]:
     seen: set[tuple[Value, int]] = set()
     last: dict[int, int] = {}
-    rows: list[tuple[Equation, tuple[int, ...], tuple[bool, ...]]] = []
+    rows: list[EquationKernels] = []
     for index, equation in enumerate(graph.equations):
         for kernel in kernels[index]:
             last[kernel] = index
         reads: list[int] = []
+        across: list[int] = []
         for atom in equation.inputs:
             base = source.get(atom, atom) if isinstance(atom, Value) else None
             fresh = {(base, k) for k in kernels[index]} - seen if base is not None and base in stored else set()
             seen |= {(value, k) for value, k in fresh if value is not None}
-            reads.append(len(fresh))
-        kind = classes[index]
-        rows.append(
-            (equation, tuple(reads), tuple(kind is not FusionClass.ALIAS and v in stored for v in equation.outputs))
-        )
-        seen |= {(value, kernel) for value in equation.outputs for kernel in kernels[index]}
+            crossing = sum(k in strided for _, k in fresh)
+            reads.append(len(fresh) - crossing)
+            across.append(crossing)
+        mine = kernels[index]
+        writes = tuple(classes[index] is not FusionClass.ALIAS and v in stored for v in equation.outputs)
+        rows.append(EquationKernels(tuple(reads), tuple(across), writes, 0, len(mine), len(mine & strided)))
+        seen |= {(value, kernel) for value in equation.outputs for kernel in mine}
     ends = [0] * len(rows)
     for index in last.values():
         ends[index] += 1
     return {
-        id(equation): EquationKernels(reads, writes, ends[i], len(kernels[i]), len(kernels[i] & strided))
-        for i, (equation, reads, writes) in enumerate(rows)
+        id(equation): replace(row, launches=launches)
+        for equation, row, launches in zip(graph.equations, rows, ends, strict=True)
     }

@@ -1,6 +1,6 @@
 """Time of work on a calibrated device: rates by operator class and size, as measured (`DeviceSpec.efficiency`).
 
-    time = launch + max( operations / (peak * share(class, size)), bytes / (bandwidth * share(class, bytes)) )
+    time = launch + max( operations / (peak * share(class, size)), bytes / (bandwidth * share(class, size)) )
 
 Operations count once for each kernel that an equation is computed in; in kernels that run in transposed order, at the
 rate of classes `_strided`. Which classes and sizes: `roofline.py`. What no curve says has flat efficiencies.
@@ -46,6 +46,7 @@ def measured_time_s(
     matrix: Matrix | None = None,
     copies: int = 1,
     strided: int = 0,
+    strided_bytes: float = 0.0,
 ) -> float:
     """Time of a device's part of some work from what was measured.
 
@@ -54,18 +55,24 @@ def measured_time_s(
       launches: kernels that count for it.
       copies: kernels that it is computed in.
       strided: of them those that run in transposed order.
+      strided_bytes: what those read, `local_bytes` apart.
     """
     launch_s = launches * device.kernel_launch_s
     if work.kind is WorkKind.MATMUL:
         operations_s = _product_s(work, flop_share, matrix, device)
-        return launch_s + max(operations_s, _stream_s(work, local_bytes, device))
+        return launch_s + max(operations_s, _stream_s(work, flop_share, local_bytes, device))
     straight = copies - strided
     operations_s = 0.0
     if straight:
         operations_s += straight * _operations_s(work, flop_share, device, "")
     if strided:
         operations_s += strided * _operations_s(work, flop_share, device, "_strided")
-    return launch_s + max(operations_s, _stream_s(work, local_bytes, device))
+    time_s = launch_s + max(operations_s, _stream_s(work, flop_share, local_bytes, device))
+    if strided_bytes:
+        size = work.largest_bytes * flop_share
+        share = device.share(("transpose", "elementwise"), size) or device.memory_efficiency
+        time_s += 2 * strided_bytes / (device.memory_bytes_per_s * share)
+    return time_s
 
 
 def _operations_s(work: Work, flop_share: float, device: DeviceSpec, order: str) -> float:
@@ -82,10 +89,11 @@ def _operations_s(work: Work, flop_share: float, device: DeviceSpec, order: str)
     return time_s
 
 
-def _stream_s(work: Work, nbytes: float, device: DeviceSpec) -> float:
+def _stream_s(work: Work, flop_share: float, nbytes: float, device: DeviceSpec) -> float:
     if not nbytes:
         return 0.0
-    share = device.share(_stream_classes(work.kind, work.operator, work.form), nbytes) or device.memory_efficiency
+    classes = _stream_classes(work.kind, work.operator, work.form)
+    share = device.share(classes, work.largest_bytes * flop_share) or device.memory_efficiency
     return nbytes / (device.memory_bytes_per_s * share)
 
 

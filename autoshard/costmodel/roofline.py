@@ -12,7 +12,7 @@ A calibrated device (`DeviceSpec.efficiency`) has measured efficiencies by opera
     matmul_narrow, _weights, _batched, conv   the least of m, n and k                      the same; the lower counts
     exp, tanh, ... or transcendental          elements                                     peak of f32 / 16
     vector (elementwise, reduce), sort, ...   operations                                   peak of f32
-    elementwise, reduce, move, gather, ...    bytes                                        bandwidth
+    elementwise, reduce, move, gather, ...    bytes of the largest operand or result       bandwidth
 """
 
 from __future__ import annotations

@@ -93,6 +93,11 @@ class Work:
         """Bytes read and written."""
         return sum(self.operand_bytes) + sum(self.result_bytes)
 
+    @property
+    def largest_bytes(self) -> float:
+        """Bytes of the largest operand or result."""
+        return max(*self.operand_bytes, *self.result_bytes, 0.0, 0.0)
+
 
 WorkRule = Callable[[Apply], Work]
 

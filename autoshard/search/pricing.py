@@ -219,10 +219,12 @@ class Pricer:
 
     def _measured_s(self, op: Op, choice: Choice, work: Work, kernels: EquationKernels) -> float:
         """Of a calibrated device: bytes, launches and copies are those of its compiler's kernels."""
-        moved = 0.0
-        for nbytes, times, spec in zip(work.operand_bytes, kernels.reads, choice.operands, strict=True):
-            if times:
-                moved += times * nbytes / axes_size(spec_axes(spec), self.sizes)
+        moved, across = 0.0, 0.0
+        for k, spec in enumerate(choice.operands):
+            if kernels.reads[k] or kernels.strided_reads[k]:
+                nbytes = work.operand_bytes[k] / axes_size(spec_axes(spec), self.sizes)
+                moved += kernels.reads[k] * nbytes
+                across += kernels.strided_reads[k] * nbytes
         for nbytes, written, spec in zip(work.result_bytes, kernels.writes, choice.results, strict=True):
             if written:
                 moved += nbytes / axes_size(spec_axes(spec), self.sizes)
@@ -234,4 +236,5 @@ class Pricer:
             launches=kernels.launches,
             copies=kernels.copies,
             strided=kernels.strided,
+            strided_bytes=across,
         )

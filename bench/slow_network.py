@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,7 @@ def main() -> int:
     if reason := missing():
         print(f"cannot run here: {reason}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and processes end with this one
     folder = options.folder or Path(tempfile.mkdtemp(prefix="autoshard-slow-"))
     rows: list[dict[str, Any]] = []
     console = Console(width=130)

@@ -111,15 +111,15 @@ def _products(quick: bool) -> Iterator[Kernel]:
         return
     for least in (1, 4, 8, 16, 32, 64):
         yield _product("matmul_narrow.f32", least, 384, 384)
-    for rows, width in ((64, 64), (128, 128), (128, 256), (256, 512)):
+    for rows, width, wider in ((64, 64, 128), (128, 128, 512), (256, 256, 1024), (256, 256, 4000)):
 
         def weights(x: Any, g: Any) -> Any:
             kernel = jnp.zeros((x.shape[-1], g.shape[-1]))
             return jax.linear_transpose(lambda w: x @ w, kernel)(g)[0]
 
-        flops = 2 * 4 * rows * width * 2 * width
-        shapes = ((4, rows, width), "float32"), ((4, rows, 2 * width), "float32")
-        yield Kernel("matmul_weights.f32", width, "flops", flops, weights, shapes, _repeats(16 * rows * width, flops))
+        flops = 2 * 4 * rows * width * wider
+        shapes = ((4, rows, width), "float32"), ((4, rows, wider), "float32")
+        yield Kernel("matmul_weights.f32", flops, "flops", flops, weights, shapes, _repeats(1e6, flops))
     for rows, width in ((64, 16), (128, 32), (128, 64), (256, 128)):
 
         def scores(q: Any, k: Any) -> Any:
@@ -147,14 +147,21 @@ def _streams(quick: bool) -> Iterator[Kernel]:
     for elements in sizes[:1] if quick else sizes[1:-1:2]:
         yield _stream("reduce", elements, 1, lambda a: a.sum(1))
         yield _stream("reduce_major", elements, 1, lambda a: a.sum(0))
+        # Of a product of two arrays, whose bytes are what goes into the sum.
+        for name, axis in (("reduce_fused", 1), ("reduce_major_fused", 0)):
+            yield _stream(name, elements, 1, lambda a, b, axis=axis: (a * b).sum(axis), 2)
         if not quick:
             yield _stream("cumulative", elements, 2, lambda a: jnp.cumsum(a, 0))
 
-    for side in (512,) if quick else (128, 512, 1024, 2048):
-        square = (((side, side), "float32"),) * 2
-        nbytes = 4 * side * side
-        # The sum keeps the transpose from becoming a mere change of layout; of its bytes half are read across.
-        yield Kernel("transpose", nbytes, "bytes", 2 * nbytes, lambda a, b: a + b.T, square, _repeats(3 * nbytes))
+    for rows, columns in ((512, 512),) if quick else ((512, 128), (512, 512), (1024, 1024), (1024, 4000)):
+
+        def across(a: Any, b: Any, c: Any) -> Any:
+            # A product reads it transposed; as in a weight's gradient the copy is a kernel of its own.
+            return (jnp.tanh(a) * b + c).T + 0.0
+
+        nbytes = 4 * rows * columns
+        operands = (((rows, columns), "float32"),) * 3
+        yield Kernel("transpose", nbytes, "bytes", 2 * 3 * nbytes, across, operands, 2)
 
 
 def _functions(quick: bool) -> Iterator[Kernel]:
@@ -179,14 +186,6 @@ def _functions(quick: bool) -> Iterator[Kernel]:
         return y
 
     yield Kernel("vector", 32 * elements, "flops", 32 * elements, polynomial, square, 8, replaces=True)
-
-    def strided(body: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        # The concatenation keeps the transpose from becoming a mere change of layout.
-        return lambda x: jnp.concatenate([body(x).T, x[:1].T], 1)
-
-    yield Kernel("vector_strided", 32 * elements, "flops", 32 * elements, strided(polynomial), square, 8)
-    tanh = strided(lambda x: jnp.tanh(x) * x)
-    yield Kernel("transcendental_strided", elements, "transcendentals", elements, tanh, square, 8)
 
     def draw(x: Any) -> Any:
         return jax.random.bits(jax.random.wrap_key_data(x[0, :2]), (256, 256))

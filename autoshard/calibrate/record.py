@@ -9,6 +9,7 @@ finds the cache of the same devices goes on after its last line.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -24,6 +25,9 @@ import numpy as np
 from autoshard.calibrate.clock import Measured, usable_cores
 from autoshard.errors import ArgumentError, explain
 
+SUITE = 1
+"""Changes with what `kernels.py` and `wires.py` measure under a key: older measurements are then worth nothing."""
+
 
 def describe_setup(quick: bool) -> dict[str, Any]:
     """What figures depend on: kind and number of devices, cores, versions. No names of hosts, no paths."""
@@ -38,6 +42,7 @@ def describe_setup(quick: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "quick": quick,
+        "suite": SUITE,
     }
 
 
@@ -70,7 +75,8 @@ class Cache:
                 if number == len(lines) and not line.endswith("}"):
                     break  # cut off while it was written
                 row = _parse(path, number, line)
-                self.found[str(row.pop("key"))] = Measured(**row)
+                key = _checked_key(path, number, row)
+                self.found[key] = Measured(**row)
         self._rewrite(setup)
 
     def add(self, key: str, measured: Measured) -> None:
@@ -103,6 +109,15 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ArgumentError(explain(f"{path}, line {number}: {line}", "an object", "remove it, or pass --fresh"))
     return cast("dict[str, Any]", row)
+
+
+def _checked_key(path: Path, number: int, row: dict[str, Any]) -> str:
+    """Takes the key out of a row."""
+    fields = {field.name for field in dataclasses.fields(Measured)}
+    if set(row) != {"key", *fields}:
+        given, wanted = ", ".join(row), ", ".join(("key", *fields))
+        raise ArgumentError(explain(f"{path}, line {number} has {given}", wanted, "remove it, or pass --fresh"))
+    return str(row.pop("key"))
 
 
 @final

@@ -6,8 +6,9 @@ instruction_fusion.cc), as seen in compiled programs of jax 0.10.1:
     loop   elementwise, broadcast, slice, gather, ...    fused into all who read it, computed again in each
     alone  dot, convolution, reduction, scatter, concatenation, ...    operands and results are in memory
 
-A loop value is stored instead of fused if it leaves the graph, if a reader is alone, or if it is expensive (a function,
-a division) and has several readers. There is no fusion of kernels side by side.
+A sum takes the product it sums into its kernel, if nobody else reads that. A loop value is stored instead of fused if
+it leaves the graph, if a reader is alone, or if it is expensive (a function, a division) and has several readers. There
+is no fusion of kernels side by side.
 
 A product that contracts several leading dimensions (a weight's gradient over batch and time) reads its first operand
 transposed: the loop that makes the operand runs once more in that order, an element at a time.
@@ -15,6 +16,7 @@ transposed: the loop that makes the operand runs once more in that order, an ele
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -41,6 +43,7 @@ class EquationKernels:
       launches: kernels this equation ends.
       copies: kernels it is computed in.
       strided: of them those that run in transposed order.
+      fused: whether a reduction is one kernel with the loop that makes its operand.
     """
 
     reads: tuple[int, ...]
@@ -49,6 +52,7 @@ class EquationKernels:
     launches: int
     copies: int
     strided: int
+    fused: bool = False
 
 
 def cpu_kernels(graph: Graph) -> dict[int, EquationKernels]:
@@ -76,8 +80,13 @@ def _kernels(graph: Graph) -> dict[int, EquationKernels]:
         if isinstance(equation, Apply) and equation.name == "dot_general":
             products.update(equation.outputs)
     classes = [_class(equation, products) for equation in graph.equations]
+    uses = Counter(v for e in graph.equations for v in e.inputs if isinstance(v, Value))
+    uses.update(v for v in graph.outputs if isinstance(v, Value))
+    product = {v for e in graph.equations if isinstance(e, Apply) and e.name == "mul" for v in e.outputs}
+    fused: set[int] = set()
     source = _aliases(graph, classes)
-    stored = {source.get(v, v) for v in (*graph.inputs, *(v for v, _ in graph.constants), *graph.outputs)}
+    ends = [v for v in graph.outputs if isinstance(v, Value)]
+    stored = {source.get(v, v) for v in (*graph.inputs, *(v for v, _ in graph.constants), *ends)}
     readers: dict[Value, set[int]] = {}  # kernels that read a value in registers
     alone: set[Value] = set()  # values some reader needs in memory
     direct: dict[Value, set[int]] = {}  # kernels that copy the value in transposed order
@@ -103,12 +112,20 @@ def _kernels(graph: Graph) -> dict[int, EquationKernels]:
         else:
             stored.update(equation.outputs)
             kernels[index] = frozenset((index,))
+            operand = equation.inputs[0] if equation.inputs else None
+            if _sums(equation) and isinstance(operand, Value) and operand in product and uses[operand] == 1:
+                fused.add(index)
+                readers.setdefault(operand, set()).add(index)
+                values = values[1:]
             alone.update(values)
             if _reads_transposed(equation):
                 direct.setdefault(values[0], set()).add(extra)
                 strided.add(extra)
                 extra += 1
-    return _count(graph, classes, source, stored, kernels, strided)
+    found = _count(graph, classes, source, stored, kernels, strided)
+    for index in fused:
+        found[id(graph.equations[index])] = replace(found[id(graph.equations[index])], fused=True)
+    return found
 
 
 def _aliases(graph: Graph, classes: list[FusionClass]) -> dict[Value, Value]:
@@ -120,6 +137,10 @@ def _aliases(graph: Graph, classes: list[FusionClass]) -> dict[Value, Value]:
             if isinstance(atom, Value):
                 source[value] = source.get(atom, atom)
     return source
+
+
+def _sums(equation: Equation) -> bool:
+    return isinstance(equation, Apply) and equation.name == "reduce_sum"
 
 
 def _reads_transposed(equation: Equation) -> bool:

@@ -2,8 +2,8 @@
 
     time = launch + max( operations / (peak * share(class, size)), bytes / (bandwidth * share(class, size)) )
 
-Operations count once for each kernel that an equation is computed in; in kernels that run in transposed order, at the
-rate of classes `_strided`. Which classes and sizes: `roofline.py`. What no curve says has flat efficiencies.
+Operations count once for each kernel that an equation is computed in; those of kernels in transposed order are part of
+what reading across costs. Which classes and sizes: `roofline.py`. What no curve says has flat efficiencies.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def measured_time_s(
     copies: int = 1,
     strided: int = 0,
     strided_bytes: float = 0.0,
+    fused: bool = False,
 ) -> float:
     """Time of a device's part of some work from what was measured.
 
@@ -55,18 +56,20 @@ def measured_time_s(
       launches: kernels that count for it.
       copies: kernels that it is computed in.
       strided: of them those that run in transposed order.
-      strided_bytes: what those read, `local_bytes` apart.
+      strided_bytes: what those read, `local_bytes` apart. Their operations are part of the class `transpose`.
+      fused: a reduction in one kernel with the loop that makes its operand; classes `_fused`.
     """
     launch_s = launches * device.kernel_launch_s
     if work.kind is WorkKind.MATMUL:
         operations_s = _product_s(work, flop_share, matrix, device)
         return launch_s + max(operations_s, _stream_s(work, flop_share, local_bytes, device))
-    straight = copies - strided
-    operations_s = 0.0
-    if straight:
-        operations_s += straight * _operations_s(work, flop_share, device, "")
-    if strided:
-        operations_s += strided * _operations_s(work, flop_share, device, "_strided")
+    if fused:
+        size = work.operand_bytes[0] * flop_share
+        names = (f"reduce_{work.form}_fused", "reduce_fused") if work.form else ("reduce_fused",)
+        share = device.share(names, size)
+        if share is not None:
+            return launch_s + size / (device.memory_bytes_per_s * share)
+    operations_s = (copies - strided) * _operations_s(work, flop_share, device)
     time_s = launch_s + max(operations_s, _stream_s(work, flop_share, local_bytes, device))
     if strided_bytes:
         size = work.largest_bytes * flop_share
@@ -75,15 +78,15 @@ def measured_time_s(
     return time_s
 
 
-def _operations_s(work: Work, flop_share: float, device: DeviceSpec, order: str) -> float:
+def _operations_s(work: Work, flop_share: float, device: DeviceSpec) -> float:
     time_s = 0.0
     if work.flops:
         size = work.flops * flop_share
-        share = device.share(_operation_classes(work.kind, order), size) or device.matmul_efficiency
+        share = device.share(_operation_classes(work.kind), size) or device.matmul_efficiency
         time_s = size / (device.peak_flops_per_s(work.flops_class) * share)
     if work.transcendentals:
         size = work.transcendentals * flop_share
-        share = device.share(_function_classes(work.operator, order), size) or device.matmul_efficiency
+        share = device.share((work.operator, "transcendental"), size) or device.matmul_efficiency
         peak = device.peak_flops_per_s("f64" if work.flops_class == "f64" else "f32")
         time_s += size * TRANSCENDENTAL_FLOPS / (peak * share)
     return time_s
@@ -110,14 +113,8 @@ def _stream_classes(kind: WorkKind, operator: str, form: str) -> tuple[str, ...]
 
 
 @cache
-def _operation_classes(kind: WorkKind, order: str) -> tuple[str, ...]:
-    return (kind.value, "vector") if kind in _LIBRARY else (f"vector{order}", "vector")
-
-
-@cache
-def _function_classes(operator: str, order: str) -> tuple[str, ...]:
-    plain = operator, "transcendental"
-    return (f"{operator}{order}", f"transcendental{order}", *plain) if order else plain
+def _operation_classes(kind: WorkKind) -> tuple[str, ...]:
+    return (kind.value, "vector") if kind in _LIBRARY else ("vector",)
 
 
 @cache
@@ -129,6 +126,8 @@ def _product_classes(operator: str, form: str, dtype: str) -> tuple[tuple[str, .
     def full(*names: str) -> tuple[str, ...]:
         return tuple(text for name in names for text in (*(f"{name}.{d}" for d in dtypes), name))
 
+    if form == "weights" and base == "matmul":
+        return (), full("matmul_weights", "matmul")
     if base == "conv" or form:
         named = (f"{base}_{form}", base) if form else (base,)
         return full(*(name for name in named if name != "matmul"), "matmul_narrow"), full("matmul")
@@ -140,7 +139,7 @@ def _product_s(work: Work, flop_share: float, matrix: Matrix | None, device: Dev
     extent = _least_extent(work, flop_share) if matrix is None else min(matrix.m, matrix.n, matrix.k)
     narrow, plain = _product_classes(work.operator, work.form, work.flops_class)
     share = device.share(narrow, extent)
-    if share is None or narrow[0].startswith("matmul_narrow"):
+    if share is None or not narrow or narrow[0].startswith("matmul_narrow"):
         whole = device.share(plain, flops) or device.matmul_efficiency
         share = whole if share is None else min(share, whole)
     return flops / (device.peak_flops_per_s(work.flops_class) * share)

@@ -8,8 +8,8 @@ Multiplication Background User's Guide": tile and wave quantisation). Launch is 
 A calibrated device (`DeviceSpec.efficiency`) has measured efficiencies by operator class and size instead:
 
     class                                     size                                         rate it is a share of
-    matmul.dtype                              operations of a product                      peak FLOP/s of the dtype
-    matmul_narrow, _weights, _batched, conv   the least of m, n and k                      the same; the lower counts
+    matmul.dtype, matmul_weights.dtype        operations of a product                      peak FLOP/s of the dtype
+    matmul_narrow, matmul_batched, conv        the least of m, n and k                      the same; the lower counts
     exp, tanh, ... or transcendental          elements                                     peak of f32 / 16
     vector (elementwise, reduce), sort, ...   operations                                   peak of f32
     elementwise, reduce, move, gather, ...    bytes of the largest operand or result       bandwidth

@@ -22,9 +22,20 @@ Points = tuple[tuple[float, float], ...]
 
 OPERATOR_CLASSES = (
     *("matmul", "matmul_narrow", "matmul_weights", "matmul_batched", "conv", "conv_weights", "conv_input"),
-    *("elementwise", "reduce", "reduce_major", "move", "transpose", "gather", "scatter", "cumulative", "window"),
+    *(
+        "elementwise",
+        "reduce",
+        "reduce_major",
+        "reduce_fused",
+        "reduce_major_fused",
+        "move",
+        "transpose",
+        "gather",
+        "scatter",
+        "cumulative",
+        "window",
+    ),
     *("sort", "random", "linalg", "fft", "vector"),
-    *("vector_strided", "transcendental_strided"),
     *("transcendental", "exp", "tanh", "log", "rsqrt", "sqrt", "logistic", "pow", "sin", "erf", "div"),
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"),
 )

@@ -13,6 +13,7 @@ from .meshes import candidate_meshes as candidate_meshes
 from .meshes import named_mesh as named_mesh
 from .planner import make_plan as make_plan
 from .planner import prepare as prepare
+from .pricing import step_compute as step_compute
 from .problem import Problem as Problem
 from .problem import Progress as Progress
 from .problem import Result as Result

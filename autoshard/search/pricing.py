@@ -14,16 +14,18 @@ from autoshard.costmodel import (
     Work,
     WorkKind,
     collective_time_s,
+    cpu_kernels,
     equation_work,
+    materialized,
     measured_time_s,
     path_collectives,
     reshard_path,
     work_time_s,
 )
-from autoshard.ir import FactorKind, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
+from autoshard.ir import FactorKind, Graph, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
 from autoshard.passes import Constrain
 from autoshard.search.choices import Choice
-from autoshard.search.ops import Op, OpKind
+from autoshard.search.ops import Op, OpKind, list_ops
 
 
 @final
@@ -85,7 +87,7 @@ class Pricer:
         self,
         cluster: Cluster,
         mesh: MeshShape,
-        materialized: Callable[[Value], bool],
+        written: Callable[[Value], bool],
         kernels: Mapping[int, EquationKernels] | None = None,
     ) -> None:
         self.cluster = cluster
@@ -93,7 +95,7 @@ class Pricer:
         self.sizes = dict(mesh)
         self._device = cluster.device(0)
         self.overlaps = self._device.kind != "cpu"
-        self._materialized = materialized
+        self._materialized = written
         self._kernels = kernels
         self._routes: dict[Any, Route] = {}
         self._steps: dict[tuple[tuple[int, ...], int], dict[tuple[Spec, Spec], float]] = {}
@@ -237,4 +239,18 @@ class Pricer:
             copies=kernels.copies,
             strided=kernels.strided,
             strided_bytes=across,
+            fused=kernels.fused,
         )
+
+
+def step_compute(graph: Graph, cluster: Cluster) -> Iterator[tuple[str, float]]:
+    """(primitive, seconds in a step) of all that one device runs of a graph that nothing splits."""
+    device = cluster.device(0)
+    kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
+    pricer = Pricer(cluster, (), materialized(graph).__contains__, kernels)
+    for op in list_ops(graph).ops:
+        if op.kind is not OpKind.APPLY or op.equation is None:
+            continue
+        specs = tuple(((),) * len(atom.shape) for atom in op.operands)
+        choice = Choice((), specs, tuple(((),) * len(v.shape) for v in op.results))
+        yield op.equation.name, op.times * pricer.compute_s(op, choice)

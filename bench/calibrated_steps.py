@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ def compare(name: str, cluster: Cluster) -> Row:
     flat, tree = jax.tree.flatten((state, batch))
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     graph = trace(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))), avals)
-    parts: Counter[str] = Counter()
+    parts: dict[str, float] = defaultdict(float)
     for primitive, seconds in step_compute(graph, cluster):
         parts[primitive] += seconds
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
@@ -72,7 +72,8 @@ def compare(name: str, cluster: Cluster) -> Row:
         kept[0], metric = compiled(kept[0], batch)
         return jax.block_until_ready((kept[0], metric))
 
-    return Row(name, parts.total(), measure(call, LIMIT_S, best_clock()), dict(parts.most_common()))
+    dearest = dict(sorted(parts.items(), key=lambda item: -item[1]))
+    return Row(name, sum(parts.values()), measure(call, LIMIT_S, best_clock()), dearest)
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:

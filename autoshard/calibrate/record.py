@@ -31,10 +31,11 @@ SUITE = 1
 
 def describe_setup(quick: bool) -> dict[str, Any]:
     """What figures depend on: kind and number of devices, cores, versions. No names of hosts, no paths."""
+    devices: list[Any] = jax.devices()  # pyright: ignore[reportUnknownMemberType]
     return {
-        "device": str(jax.devices()[0].device_kind),  # pyright: ignore[reportUnknownMemberType]
-        "devices": jax.device_count(),
-        "processes": jax.process_count(),
+        "device": str(devices[0].device_kind),
+        "devices": len(devices),
+        "processes": jax.process_count(),  # pyright: ignore[reportUnknownMemberType]
         "cores": usable_cores(),
         "processor": _processor(),
         "system": platform.system(),

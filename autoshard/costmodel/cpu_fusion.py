@@ -167,8 +167,10 @@ def _count(
         across: list[int] = []
         for atom in equation.inputs:
             base = source.get(atom, atom) if isinstance(atom, Value) else None
-            fresh = {(base, k) for k in kernels[index]} - seen if base is not None and base in stored else set()
-            seen |= {(value, k) for value, k in fresh if value is not None}
+            fresh: set[tuple[Value, int]] = set()
+            if base is not None and base in stored:
+                fresh = {(base, k) for k in kernels[index]} - seen
+            seen |= fresh
             crossing = sum(k in strided for _, k in fresh)
             reads.append(len(fresh) - crossing)
             across.append(crossing)

@@ -13,7 +13,7 @@ import pytest
 from autoshard.calibrate import Measured, calibrate, fit_link
 from autoshard.calibrate.record import Cache
 from autoshard.cluster import Cluster, GroupLinks, Level, Link
-from autoshard.costmodel import COLLECTIVE_KINDS, collective_time_s
+from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, collective_time_s
 from autoshard.errors import ArgumentError
 
 
@@ -24,7 +24,7 @@ def group(n: int) -> Any:
 @pytest.mark.parametrize("n", [2, 8])
 def test_fit_recovers_a_link(n: int) -> None:
     true, rng = Link(2.5e8, 4e-5), np.random.default_rng(0)
-    timed = [
+    timed: list[tuple[CollectiveKind, float, float]] = [
         (kind, float(2**p), collective_time_s(kind, 2**p, group(n)(true)) * float(np.exp(rng.normal(0, 0.03))))
         for kind in COLLECTIVE_KINDS
         for p in range(10, 26, 2)

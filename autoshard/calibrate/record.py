@@ -31,7 +31,7 @@ SUITE = 1
 
 def describe_setup(quick: bool) -> dict[str, Any]:
     """What figures depend on: kind and number of devices, cores, versions. No names of hosts, no paths."""
-    devices: list[Any] = jax.devices()  # pyright: ignore[reportUnknownMemberType]
+    devices = cast("list[Any]", jax.devices())  # pyright: ignore[reportUnknownMemberType]
     return {
         "device": str(devices[0].device_kind),
         "devices": len(devices),

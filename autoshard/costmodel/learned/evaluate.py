@@ -92,7 +92,7 @@ def mean_correction(train_samples: Sequence[Sample], samples: Sequence[Sample]) 
 def _factors(train_samples: Sequence[Sample], samples: Sequence[Sample], told: Sequence[float]) -> Array:
     factors: dict[str, float] = {}
     for kind in ("cluster", "step"):
-        found = [s.time_s / t for s, t in zip(train_samples, told, strict=True) if s.kind == kind]
+        found = [s.time_s / t for s, t in zip(train_samples, told, strict=True) if s.kind == kind and t > 0]
         factors[kind] = float(np.median(found)) if found else 1.0
     return np.array([factors[s.kind] for s in samples])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.costmodel import Lives, cpu_kernels, find_lives, materialized, peak_memory
+from autoshard.costmodel import Lives, cpu_kernels, find_lives, fresh_pages_s, materialized, peak_memory
 from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
 from autoshard.passes import DuplicateCheap, run_passes
@@ -321,7 +321,9 @@ def _larger(task: Task, cluster: Cluster, mesh: MeshShape | None, found: list[Ca
 def _exact(task: Task, ground: Ground, solution: Solution) -> tuple[Layout, Memory]:
     """An answer carried out, and its peak."""
     layout = lay_out(ground.model, solution.choice, ground.pricer)
-    return layout, _memory(task, layout, ground.pricer)
+    memory = _memory(task, layout, ground.pricer)
+    pages_s = fresh_pages_s(memory.temporary_bytes, ground.pricer.cluster.device(0))
+    return replace(layout, compute_s=layout.compute_s + pages_s), memory
 
 
 def _memory(task: Task, layout: Layout, pricer: Pricer) -> Memory:

@@ -63,7 +63,7 @@ def compare(name: str, cluster: Cluster) -> Row:
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     graph = trace(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))), avals)
     parts: dict[str, float] = defaultdict(float)
-    for primitive, seconds in step_compute(graph, cluster):
+    for primitive, seconds in step_compute(graph, cluster, [(i, i) for i in range(len(jax.tree.leaves(state)))]):
         parts[primitive] += seconds
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
     kept = [state]

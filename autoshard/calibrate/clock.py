@@ -31,7 +31,7 @@ class Measured:
 
     Attributes:
       median: of all calls, in `unit`.
-      low: lower quartile: what a quarter of the calls stay below, which other programs disturbed least.
+      low: what a tenth of the calls stay below, which other programs disturbed least.
       spread: interquartile range over median.
       count: number of calls.
       unit: "s".
@@ -46,8 +46,8 @@ class Measured:
     @classmethod
     def of(cls, samples: Sequence[float]) -> Measured:
         """Statistics of samples in seconds."""
-        low, median, high = (float(x) for x in np.percentile(np.asarray(samples), [25, 50, 75]))
-        return cls(median, low, (high - low) / median if median > 0 else 0.0, len(samples))
+        least, low, median, high = (float(x) for x in np.percentile(np.asarray(samples), [10, 25, 50, 75]))
+        return cls(median, least, (high - low) / median if median > 0 else 0.0, len(samples))
 
 
 def usable_cores() -> int:

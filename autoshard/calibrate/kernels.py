@@ -18,7 +18,7 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 
-Rate = Literal["flops", "transcendentals", "bytes", "kernels", "calls"]
+Rate = Literal["flops", "cold", "transcendentals", "bytes", "kernels", "calls"]
 
 WORKING_SET = 3 * 2**20
 """Bytes all repeats touch together: beyond a core's own cache (1 to 2 MiB), within the one that cores share."""
@@ -27,6 +27,9 @@ WORK_FLOPS = 30e6
 """Operations of all repeats together: a third of a millisecond of a core, many times what a call costs."""
 
 MOST_REPEATS = 24
+
+FRESH_BYTES = 48 * 2**20
+"""An array larger than what a C library keeps for itself (glibc: 32 MiB, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 
 @final
@@ -37,7 +40,7 @@ class Kernel:
     Attributes:
       operator: class of `DeviceSpec.efficiency`, with the dtype where it matters; "launch", "call" for overheads.
       size: where on the class's curve.
-      rate: what `work` counts.
+      rate: what `work` counts; "cold": operations of a product whose right operand is far away.
       work: of one repeat.
       body: one repeat.
       operands: (shape, dtype) of one repeat's operands; integers count from 0 to below `rows`.
@@ -111,6 +114,12 @@ def _products(quick: bool) -> Iterator[Kernel]:
         return
     for least in (1, 4, 8, 16, 32, 64):
         yield _product("matmul_narrow.f32", least, 384, 384)
+    for width in (128, 256, 512, 1024, 2048):
+        flops = 2 * 64 * width * width
+        operands = ((64, width), "float32"), ((width, width), "float32")
+        yield Kernel(
+            "matmul_operands", 4 * width * width, "cold", flops, lambda a, b: a @ b, operands, 4 if width > 256 else 8
+        )
     for rows, width, wider in ((64, 64, 128), (128, 128, 512), (256, 256, 1024), (256, 256, 4000)):
 
         def weights(x: Any, g: Any) -> Any:
@@ -136,7 +145,7 @@ def _stream(operator: str, elements: int, passes: int, body: Callable[..., Any],
     shape = (max(elements // 256, 1), 256), "float32"
     nbytes = 4 * elements * passes
     replaces = operator == "elementwise"
-    repeats = _repeats(nbytes)
+    repeats = max(_repeats(nbytes), 4 if 2**20 <= elements < 2**24 else 2)  # as many such arrays as an optimizer has
     return Kernel(operator, 4 * elements, "bytes", nbytes, body, (shape,) * count, repeats, replaces=replaces)
 
 
@@ -147,21 +156,37 @@ def _streams(quick: bool) -> Iterator[Kernel]:
     for elements in sizes[:1] if quick else sizes[1:-1:2]:
         yield _stream("reduce", elements, 1, lambda a: a.sum(1))
         yield _stream("reduce_major", elements, 1, lambda a: a.sum(0))
-        # Of a product of two arrays, whose bytes are what goes into the sum.
-        for name, axis in (("reduce_fused", 1), ("reduce_major_fused", 0)):
-            yield _stream(name, elements, 1, lambda a, b, axis=axis: (a * b).sum(axis), 2)
         if not quick:
             yield _stream("cumulative", elements, 2, lambda a: jnp.cumsum(a, 0))
 
+    # Of a product of two arrays, as in a norm's gradient; bytes are those of what goes into the sum.
+    for width in (64,) if quick else (16, 32, 64, 256):
+        for name, size in (("reduce_fused", 4 * 2**18 // width), ("reduce_major_fused", 4 * width)):
+            axis = 1 if name == "reduce_fused" else 0
+
+            def fused(a: Any, b: Any, axis: int = axis) -> Any:
+                return ((a - b[:1, :1, :1]) * b).sum((0, 1, 2) if axis == 0 else 3)
+
+            operands = (((8, 2**10 // width, 32, width), "float32"),) * 2
+            yield Kernel(name, size, "bytes", 2**20, fused, operands, 1)
+
+    def fresh(a: Any) -> Any:
+        return jnp.zeros((FRESH_BYTES // 2**14, 2**12)) + a
+
+    yield Kernel("fresh", FRESH_BYTES, "bytes", FRESH_BYTES, fresh, (((1, 4096), "float32"),), 1)
     for rows, columns in ((512, 512),) if quick else ((512, 128), (512, 512), (1024, 1024), (1024, 4000)):
 
         def across(a: Any, b: Any, c: Any) -> Any:
-            # A product reads it transposed; as in a weight's gradient the copy is a kernel of its own.
-            return (jnp.tanh(a) * b + c).T + 0.0
+            # An activation's gradient (GELU's), of which a weight's gradient takes a transposed copy.
+            inner = b * c * 0.5 * (1.0 - a)
+            inner = inner + inner * a
+            outer = b * ((a + 1.0) * 0.5) + inner * 0.8 + inner * 0.04 * (c * c * 3.0)
+            return outer.T + 0.0
 
         nbytes = 4 * rows * columns
         operands = (((rows, columns), "float32"),) * 3
-        yield Kernel("transpose", nbytes, "bytes", 2 * 3 * nbytes, across, operands, 2)
+        # One alone: of several the compiler changes the layout first.
+        yield Kernel("transpose", nbytes, "bytes", 2 * 3 * nbytes, across, operands, 1)
 
 
 def _functions(quick: bool) -> Iterator[Kernel]:

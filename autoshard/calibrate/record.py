@@ -149,7 +149,7 @@ class Record:
         lines += [f"{key} = {json.dumps(value)}" for key, value in self.setup.items()]
         lines += ["", "[measured.fit_errors]"]
         lines += [f"{json.dumps(key)} = {value:.4g}" for key, value in self.errors.items()]
-        lines += ["", "[measured.times]", "# median, lower quartile, interquartile range over median, calls"]
+        lines += ["", "[measured.times]", "# median, lowest tenth, interquartile range over median, calls"]
         for key, m in self.measured.items():
             fields = f"median = {m.median:.6g}, low = {m.low:.6g}, spread = {m.spread:.3g}, count = {m.count}"
             fields += f", unit = {json.dumps(m.unit)}"

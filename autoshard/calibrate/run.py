@@ -2,7 +2,7 @@
 
     launch      (call of many small kernels - call) / kernels
     peak        best rate of any product; best of any stream
-                (of kernels the lower quartile of all calls counts, of collectives the median)
+                (of kernels the lowest tenth of all calls counts, of collectives the median)
     share       work / (time - launch) / peak, for every class and size
     link        fitted to all collectives of a level (`fit.py`); what is left is a curve for each kind of collective
 
@@ -36,7 +36,7 @@ from autoshard.calibrate.wires import Wire, collective_call, wires
 from autoshard.cluster import Cluster, DeviceSpec, GroupLinks, Level, Link, Node
 from autoshard.costmodel import COLLECTIVE_KINDS, TRANSCENDENTAL_FLOPS, collective_time_s
 from autoshard.errors import ArgumentError, explain
-from autoshard.hardware import Points, detect_nodes
+from autoshard.hardware import Curve, Points, detect_nodes
 
 BUDGET_S = 120.0
 QUICK_BUDGET_S = 20.0
@@ -239,6 +239,12 @@ def _device(base: DeviceSpec, todo: Sequence[Kernel], found: Mapping[str, Measur
             dtype = k.operator.partition(".")[2]
             peak = flops[dtype] if k.rate == "flops" and dtype else peaks[k.rate]
             curves.setdefault(k.operator, {})[float(k.size)] = rates[k.key] / peak
+    # What a far operand adds to a product's operations, whose share is that of its flops and least extent.
+    for k in todo:
+        if k.rate == "cold":
+            near = [interpolate(curves[name], x) for name, x in (("matmul.f32", k.work), ("matmul_narrow.f32", 64.0))]
+            extra_s = times[k.key] - launch_s - k.work / (flops["f32"] * min(near))
+            curves.setdefault(k.operator, {})[k.size] = k.size / max(extra_s, 0.02 * times[k.key]) / bandwidth
     return dataclasses.replace(
         base,
         name=f"{base.name}-measured",
@@ -250,6 +256,11 @@ def _device(base: DeviceSpec, todo: Sequence[Kernel], found: Mapping[str, Measur
         memory_efficiency=1.0,
         efficiency={name: tuple(sorted(points.items())) for name, points in curves.items()},
     )
+
+
+def interpolate(points: Mapping[float, float], size: float) -> float:
+    """The share at a size between measured ones."""
+    return Curve.of(tuple(sorted(points.items()))).at(size)
 
 
 def _processes_here() -> int:

@@ -11,7 +11,8 @@ it leaves the graph, if a reader is alone, or if it is expensive (a function, a 
 is no fusion of kernels side by side.
 
 A product that contracts several leading dimensions (a weight's gradient over batch and time) reads its first operand
-transposed: the loop that makes the operand runs once more in that order, an element at a time.
+transposed: the loop that makes the operand runs once more in that order, an element at a time. So do those that make
+the operands of a convolution for a kernel's gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import final
 from autoshard.costmodel.fusion import FusionClass, fusion_class
 from autoshard.costmodel.primitives import CUMULATIVE, RANDOM, REDUCTIONS, SCATTERS, TRANSCENDENTAL, WINDOWS
 from autoshard.costmodel.work import equation_work
-from autoshard.ir import Apply, Equation, Graph, Reshard, Value
+from autoshard.ir import Apply, Equation, Graph, Value
 
 _ALONE = REDUCTIONS | CUMULATIVE | SCATTERS | RANDOM | WINDOWS | {"concatenate", "dynamic_update_slice"}
 _EXPENSIVE = frozenset(TRANSCENDENTAL) | {"div", "rem", "integer_pow"}
@@ -118,8 +119,8 @@ def _kernels(graph: Graph) -> dict[int, EquationKernels]:
                 readers.setdefault(operand, set()).add(index)
                 values = values[1:]
             alone.update(values)
-            if _reads_transposed(equation):
-                direct.setdefault(values[0], set()).add(extra)
+            for operand in _transposed(equation):
+                direct.setdefault(source.get(operand, operand), set()).add(extra)
                 strided.add(extra)
                 extra += 1
     found = _count(graph, classes, source, stored, kernels, strided)
@@ -143,10 +144,14 @@ def _sums(equation: Equation) -> bool:
     return isinstance(equation, Apply) and equation.name == "reduce_sum"
 
 
-def _reads_transposed(equation: Equation) -> bool:
-    if isinstance(equation, Reshard) or equation.name != "dot_general" or not isinstance(equation.inputs[0], Value):
-        return False
-    return equation_work(equation).form == "weights"
+def _transposed(equation: Equation) -> tuple[Value, ...]:
+    """Operands that are read in transposed order."""
+    if not isinstance(equation, Apply) or equation.name not in ("dot_general", "conv_general_dilated"):
+        return ()
+    if equation_work(equation).form != "weights":
+        return ()
+    count = 1 if equation.name == "dot_general" else 2
+    return tuple(v for v in equation.inputs[:count] if isinstance(v, Value))
 
 
 def _count(

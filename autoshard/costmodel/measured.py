@@ -3,7 +3,8 @@
     time = launch + max( operations / (peak * share(class, size)), bytes / (bandwidth * share(class, size)) )
 
 Operations count once for each kernel that an equation is computed in; those of kernels in transposed order are part of
-what reading across costs. Which classes and sizes: `roofline.py`. What no curve says has flat efficiencies.
+what reading across costs. Products add `matmul_operands`, what their largest array costs, to their operations. Which
+classes and sizes: `roofline.py`. What no curve says has flat efficiencies.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from autoshard.costmodel.work import Matrix, Work, WorkKind
 TRANSCENDENTAL_FLOPS = 16
 """Operations in the time of one transcendental: a multiprocessor gives 16 special-function results a clock where it
 gives 128 multiply-adds, each two (CUDA C++ Programming Guide, "Arithmetic instructions", capability 9.0)."""
+
+KEPT_BYTES = 32 * 2**20
+"""Larger blocks go back to the system when they are freed (glibc, malloc.c: DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 _STREAMS = {
     WorkKind.ELEMENTWISE: ("elementwise",),
@@ -62,11 +66,13 @@ def measured_time_s(
     launch_s = launches * device.kernel_launch_s
     if work.kind is WorkKind.MATMUL:
         operations_s = _product_s(work, flop_share, matrix, device)
+        if (extra_s := _operands_s(work, flop_share, local_bytes, device)) is not None:
+            return launch_s + operations_s + extra_s
         return launch_s + max(operations_s, _stream_s(work, flop_share, local_bytes, device))
     if fused:
         size = work.operand_bytes[0] * flop_share
         names = (f"reduce_{work.form}_fused", "reduce_fused") if work.form else ("reduce_fused",)
-        share = device.share(names, size)
+        share = device.share(names, work.result_bytes[0] if work.form else work.result_bytes[0] * flop_share)
         if share is not None:
             return launch_s + size / (device.memory_bytes_per_s * share)
     operations_s = (copies - strided) * _operations_s(work, flop_share, device)
@@ -90,6 +96,26 @@ def _operations_s(work: Work, flop_share: float, device: DeviceSpec) -> float:
         peak = device.peak_flops_per_s("f64" if work.flops_class == "f64" else "f32")
         time_s += size * TRANSCENDENTAL_FLOPS / (peak * share)
     return time_s
+
+
+def fresh_pages_s(temporary_bytes: float, device: DeviceSpec) -> float:
+    """What a step's temporary memory costs where the system hands it out anew, page by page, for every call.
+
+    The class `fresh` was measured on an array larger than what the C library keeps for itself.
+    """
+    share = device.share(("fresh",), temporary_bytes)
+    if share is None or temporary_bytes <= KEPT_BYTES:
+        return 0.0
+    return temporary_bytes / (device.memory_bytes_per_s * share)
+
+
+def _operands_s(work: Work, flop_share: float, local_bytes: float, device: DeviceSpec) -> float | None:
+    """What a product's largest operand or result costs beside the operations (packing, memory far away)."""
+    size = work.largest_bytes * flop_share
+    share = device.share(("matmul_operands",), size)
+    if share is None or not local_bytes:
+        return share and 0.0
+    return min(size, local_bytes) / (device.memory_bytes_per_s * share)
 
 
 def _stream_s(work: Work, flop_share: float, nbytes: float, device: DeviceSpec) -> float:

@@ -10,6 +10,8 @@ A calibrated device (`DeviceSpec.efficiency`) has measured efficiencies by opera
     class                                     size                                         rate it is a share of
     matmul.dtype, matmul_weights.dtype        operations of a product                      peak FLOP/s of the dtype
     matmul_narrow, matmul_batched, conv        the least of m, n and k                      the same; the lower counts
+    matmul_operands (added)                   bytes of the largest operand or result       bandwidth
+    reduce_fused, reduce_major_fused          bytes of the result                          bandwidth
     exp, tanh, ... or transcendental          elements                                     peak of f32 / 16
     vector (elementwise, reduce), sort, ...   operations                                   peak of f32
     elementwise, reduce, move, gather, ...    bytes of the largest operand or result       bandwidth

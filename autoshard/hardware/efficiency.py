@@ -21,20 +21,10 @@ Points = tuple[tuple[float, float], ...]
 """(size, share of the peak rate) of one class, sizes ascending."""
 
 OPERATOR_CLASSES = (
-    *("matmul", "matmul_narrow", "matmul_weights", "matmul_batched", "conv", "conv_weights", "conv_input"),
-    *(
-        "elementwise",
-        "reduce",
-        "reduce_major",
-        "reduce_fused",
-        "reduce_major_fused",
-        "move",
-        "transpose",
-        "gather",
-        "scatter",
-        "cumulative",
-        "window",
-    ),
+    *("matmul", "matmul_narrow", "matmul_operands", "matmul_weights", "matmul_batched"),
+    *("conv", "conv_weights", "conv_input"),
+    *("elementwise", "reduce", "reduce_major", "reduce_fused", "reduce_major_fused", "move", "transpose"),
+    *("gather", "scatter", "cumulative", "window", "fresh"),
     *("sort", "random", "linalg", "fft", "vector"),
     *("transcendental", "exp", "tanh", "log", "rsqrt", "sqrt", "logistic", "pow", "sin", "erf", "div"),
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"),

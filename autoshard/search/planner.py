@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.costmodel import Buffers, Lives, cpu_kernels, find_lives, materialized, peak_memory
+from autoshard.costmodel import (
+    Buffers,
+    Lives,
+    cpu_kernels,
+    find_lives,
+    fresh_pages_s,
+    materialized,
+    peak_memory,
+)
 from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
 from autoshard.passes import DuplicateCheap, run_passes
@@ -112,11 +120,13 @@ class Exact:
     Attributes:
       layout: the sharding of everything.
       buffers: its memory; `memory`: the parts of their peak.
+      pages_s: seconds for memory that a step takes anew, in the layout's compute, not in its schedule.
     """
 
     layout: Layout
     buffers: Buffers
     memory: Memory
+    pages_s: float
 
 
 @final
@@ -205,7 +215,7 @@ def make_plan(
         cluster,
         ground.mesh,
         exact.layout,
-        made.time_s,
+        best.time_s,
         exact.memory,
         limit,
         best.name,
@@ -317,8 +327,9 @@ def _choose(task: Task, found: list[Candidate]) -> tuple[Candidate, list[Candida
         if best is not None and c.time_s >= best.time_s:
             continue
         exact = c.exact or _exact(task, c.ground, c.solution)
-        found[k] = c = replace(c, exact=exact, peak_bytes=exact.memory.peak_bytes)
-        if c.peak_bytes <= task.limit:
+        time_s = c.time_s + exact.pages_s
+        found[k] = c = replace(c, exact=exact, peak_bytes=exact.memory.peak_bytes, time_s=time_s)
+        if c.peak_bytes <= task.limit and (best is None or c.time_s < best.time_s):
             best = c
     if best is not None:
         return best, found
@@ -366,7 +377,8 @@ def _exact(task: Task, ground: Ground, solution: Solution) -> Exact:
     peak = peak_memory(buffers)
     state = sum(local_bytes(v.aval, layout.spec[v], pricer.sizes) for v in task.state)
     memory = Memory(state, peak.inputs_bytes - state, peak.outputs_bytes, peak.temporary_bytes)
-    return Exact(layout, buffers, memory)
+    pages_s = fresh_pages_s(memory.temporary_bytes, pricer.cluster.device(0))
+    return Exact(replace(layout, compute_s=layout.compute_s + pages_s), buffers, memory, pages_s)
 
 
 def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, kind: str) -> Task:

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from autoshard.cluster import Cluster, axis_group
 from autoshard.costmodel import (
+    WHOLE,
     CollectiveKind,
     EquationKernels,
     Work,
@@ -16,9 +17,12 @@ from autoshard.costmodel import (
     collective_time_s,
     cpu_kernels,
     equation_work,
+    find_buffers,
+    fresh_pages_s,
     materialized,
     measured_time_s,
     path_collectives,
+    peak_memory,
     reshard_path,
     work_time_s,
 )
@@ -243,14 +247,26 @@ class Pricer:
         )
 
 
-def step_compute(graph: Graph, cluster: Cluster) -> Iterator[tuple[str, float]]:
-    """(primitive, seconds in a step) of all that one device runs of a graph that nothing splits."""
+def step_compute(
+    graph: Graph, cluster: Cluster, donated: Sequence[tuple[int, int]] = ()
+) -> Iterator[tuple[str, float]]:
+    """(primitive, seconds in a step) of all that one device runs of a graph that nothing splits.
+
+    Args:
+      graph: a step.
+      cluster: its first device counts.
+      donated: (input, output) pairs of which the output takes the input's memory.
+    """
     device = cluster.device(0)
     kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
-    pricer = Pricer(cluster, (), materialized(graph).__contains__, kernels)
+    stored = materialized(graph).__contains__
+    written = stored if device.kind == "gpu" else None
+    pricer = Pricer(cluster, (), stored, kernels)
     for op in list_ops(graph).ops:
         if op.kind is not OpKind.APPLY or op.equation is None:
             continue
         specs = tuple(((),) * len(atom.shape) for atom in op.operands)
         choice = Choice((), specs, tuple(((),) * len(v.shape) for v in op.results))
         yield op.equation.name, op.times * pricer.compute_s(op, choice)
+    peak = peak_memory(find_buffers(graph, donated, device.kind, WHOLE, written))
+    yield "fresh pages", fresh_pages_s(peak.temporary_bytes, device)

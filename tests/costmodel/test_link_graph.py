@@ -15,6 +15,9 @@ from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, best_algorithm
 from autoshard.costmodel.group_order import partitions, ring_order
 from autoshard.costmodel.link_graph import tree_edges, two_trees
 
+# beartype draws at random which items of a tuple it looks at, inside strategies too.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+
 DEVICE = DeviceSpec("d", "gpu", {"f32": 1e12}, 2**30, 1e11)
 LINK = Link(100e9, 1e-6)
 UPLINK = Link(10e9, 2e-6)

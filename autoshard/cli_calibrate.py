@@ -39,7 +39,7 @@ def calibrate_command(
             explain(f"--processes {processes} without --coordinator", "HOST:PORT of the first process", "add it")
         )
     if coordinator:
-        jax.distributed.initialize(coordinator, processes, process)  # pyright: ignore[reportUnknownMemberType]
+        jax.distributed.initialize(coordinator, processes, process)
     path = Path(output)
     cache = path.with_name(path.name + ".measurements.jsonl")
     first = process == 0

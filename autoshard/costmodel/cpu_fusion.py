@@ -86,7 +86,8 @@ def _kernels(graph: Graph) -> dict[int, EquationKernels]:
     product = {v for e in graph.equations if isinstance(e, Apply) and e.name == "mul" for v in e.outputs}
     fused: set[int] = set()
     source = _aliases(graph, classes)
-    stored = {source.get(v, v) for v in (*graph.inputs, *(v for v, _ in graph.constants), *graph.outputs)}
+    kept = (*graph.inputs, *(v for v, _ in graph.constants), *graph.outputs)
+    stored = {source.get(v, v) for v in kept if isinstance(v, Value)}
     readers: dict[Value, set[int]] = {}  # kernels that read a value in registers
     alone: set[Value] = set()  # values some reader needs in memory
     direct: dict[Value, set[int]] = {}  # kernels that copy the value in transposed order
@@ -171,8 +172,10 @@ def _count(
         across: list[int] = []
         for atom in equation.inputs:
             base = source.get(atom, atom) if isinstance(atom, Value) else None
-            fresh = {(base, k) for k in kernels[index]} - seen if base is not None and base in stored else set()
-            seen |= {(value, k) for value, k in fresh if value is not None}
+            fresh: set[tuple[Value, int]] = set()
+            if base is not None and base in stored:
+                fresh = {(base, k) for k in kernels[index]} - seen
+            seen |= fresh
             crossing = sum(k in strided for _, k in fresh)
             reads.append(len(fresh) - crossing)
             across.append(crossing)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,9 +61,9 @@ def compare(name: str, cluster: Cluster) -> Row:
     flat, tree = jax.tree.flatten((state, batch))
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     graph = trace(lambda *xs: jax.tree.leaves(step(*jax.tree.unflatten(tree, xs))), avals)
-    parts: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = {}
     for primitive, seconds in step_compute(graph, cluster, [(i, i) for i in range(len(jax.tree.leaves(state)))]):
-        parts[primitive] += seconds
+        parts[primitive] = parts.get(primitive, 0.0) + seconds
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
     kept = [state]
 
@@ -72,8 +71,8 @@ def compare(name: str, cluster: Cluster) -> Row:
         kept[0], metric = compiled(kept[0], batch)
         return jax.block_until_ready((kept[0], metric))
 
-    dearest = dict(sorted(parts.items(), key=lambda item: -item[1]))
-    return Row(name, sum(parts.values()), measure(call, LIMIT_S, best_clock()), dearest)
+    most = dict(sorted(parts.items(), key=lambda part: -part[1]))
+    return Row(name, sum(parts.values()), measure(call, LIMIT_S, best_clock()), most)
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:

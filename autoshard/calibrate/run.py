@@ -10,6 +10,7 @@ Every process of `jax.distributed` does the same; the first one's figures count.
 all at once, since they run so: those that share cores get their part.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -201,14 +202,14 @@ def _cluster(
         if level not in timed:
             continue
         fit = fit_link(timed[level], group, device.collective_launch_s)
-        curves = _kind_curves(timed[level], group(fit.link), device.collective_launch_s)
+        curves = kind_curves(timed[level], group(fit.link), device.collective_launch_s)
         errors[level] = fit.error
         link, network = (fit.link, network) if level == "node" else (link, fit.link)
     device = dataclasses.replace(device, efficiency={**device.efficiency, **curves})
     return Cluster(name, tuple(Node(device, node.count, link) for node in nodes), network), errors
 
 
-def _kind_curves(timed: Sequence[Timed], group: GroupLinks, launch_s: float) -> dict[str, Points]:
+def kind_curves(timed: Sequence[Timed], group: GroupLinks, launch_s: float) -> dict[str, Points]:
     """For each kind the share of the fitted link's speed it reached, by bytes."""
     curves: dict[str, Points] = {}
     for kind in COLLECTIVE_KINDS:

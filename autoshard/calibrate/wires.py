@@ -3,6 +3,7 @@
 A chain's calls wait for each other, so what starting a program costs is spread over them.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -72,17 +73,9 @@ def collective_call(wire: Wire, devices: Sequence[Any]) -> Callable[[], object]:
 
     # Within a process each level's groups are its own, over several processes every process has its rows of the array.
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
-
-    def part(_index: Any) -> Any:
-        return np.zeros((elements,), np.float32)
-
-    value = jax.make_array_from_callback((n * elements,), sharding, part)
-    compiled: Any = program.lower(value).compile()
-
-    def call() -> object:
-        return jax.block_until_ready(compiled(value))
-
-    return call
+    value = jax.make_array_from_callback((n * elements,), sharding, lambda _: np.ones((elements,), np.float32))
+    compiled = program.lower(value).compile()
+    return lambda: jax.block_until_ready(compiled(value))
 
 
 def _one(kind: CollectiveKind, x: Any, n: int, again: bool) -> Any:

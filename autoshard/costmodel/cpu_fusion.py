@@ -86,8 +86,8 @@ def _kernels(graph: Graph) -> dict[int, EquationKernels]:
     product = {v for e in graph.equations if isinstance(e, Apply) and e.name == "mul" for v in e.outputs}
     fused: set[int] = set()
     source = _aliases(graph, classes)
-    ends = [v for v in graph.outputs if isinstance(v, Value)]
-    stored = {source.get(v, v) for v in (*graph.inputs, *(v for v, _ in graph.constants), *ends)}
+    kept = (*graph.inputs, *(v for v, _ in graph.constants), *graph.outputs)
+    stored = {source.get(v, v) for v in kept if isinstance(v, Value)}
     readers: dict[Value, set[int]] = {}  # kernels that read a value in registers
     alone: set[Value] = set()  # values some reader needs in memory
     direct: dict[Value, set[int]] = {}  # kernels that copy the value in transposed order

@@ -12,9 +12,11 @@ import pytest
 
 from autoshard.calibrate import Measured, calibrate, fit_link
 from autoshard.calibrate.record import Cache
+from autoshard.calibrate.run import kind_curves
 from autoshard.cluster import Cluster, GroupLinks, Level, Link
 from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, collective_time_s
 from autoshard.errors import ArgumentError
+from autoshard.hardware import Curve
 
 
 def group(n: int) -> Any:
@@ -33,6 +35,21 @@ def test_fit_recovers_a_link(n: int) -> None:
     found = fit_link(timed, group(n))
     assert found.link.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.05)
     assert found.link.latency_s == pytest.approx(true.latency_s, rel=0.05)
+
+
+def test_curves_leave_nothing_of_the_fit() -> None:
+    """Kinds that no one latency and bandwidth describes come out as measured."""
+    timed: list[tuple[CollectiveKind, float, float]] = [
+        ("all_reduce", 1e4, 2e-4),
+        ("all_reduce", 1e6, 9e-3),
+        ("permute", 1e4, 1e-3),
+        ("permute", 1e6, 2e-3),
+    ]
+    links = group(2)(fit_link(timed, group(2)).link)
+    curves = kind_curves(timed, links, 1e-6)
+    for kind, nbytes, seconds in timed:
+        share = Curve.of(curves[kind]).at(nbytes)
+        assert 1e-6 + collective_time_s(kind, nbytes, links) / share == pytest.approx(seconds)
 
 
 def test_statistics() -> None:

@@ -189,7 +189,8 @@ def _cluster(
             seconds = max(found[each.key].median - found["call@1"].median, 0.05 * found[each.key].median) / each.chain
             timed.setdefault(each.level, []).append((each.kind, float(each.nbytes), seconds))
     count, errors = nodes[0].count, {}
-    link, curves = nodes[0].link, {}
+    link = nodes[0].link
+    curves: dict[str, Points] = {}
 
     def inside(x: Link) -> GroupLinks:
         return GroupLinks(count, (Level(count, x),))
@@ -202,7 +203,8 @@ def _cluster(
         if level not in timed:
             continue
         fit = fit_link(timed[level], group, device.collective_launch_s)
-        curves = kind_curves(timed[level], group(fit.link), device.collective_launch_s)
+        if len(timed) == 1:  # a curve is by bytes alone, so it can only speak of one level
+            curves = kind_curves(timed[level], group(fit.link), device.collective_launch_s)
         errors[level] = fit.error
         link, network = (fit.link, network) if level == "node" else (link, fit.link)
     device = dataclasses.replace(device, efficiency={**device.efficiency, **curves})

@@ -11,6 +11,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoshard.costmodel.event_parts import (
+    event_pop,
+    event_push,
+    heap_pop,
+    heap_push,
+    join,
+    leave,
+    mix,
+    queue,
+    roomier,
+    speed_of,
+)
 from autoshard.loops import Bytes, Floats, Ints, kernel
 
 WAITING, LATENCY, WORKING, DONE = 0, 1, 2, 3
@@ -18,83 +30,6 @@ WAITING, LATENCY, WORKING, DONE = 0, 1, 2, 3
 
 KEY_BITS = 32
 """A waiting task's key is its priority above its number in so many bits."""
-
-
-@kernel
-def mix(x: int) -> int:
-    """A number that looks random for each task (splitmix64's finaliser): sums of them stand for sets of tasks."""
-    z = np.uint64(x + 1) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((z ^ (z >> np.uint64(31))) >> np.uint64(1))
-
-
-@kernel
-def heap_push(heap: Ints, base: int, count: int, key: int) -> None:
-    """Adds a key to the binary heap of `count` keys that starts at `base`."""
-    i = count
-    while i > 0:
-        up = (i - 1) >> 1
-        if heap[base + up] <= key:
-            break
-        heap[base + i] = heap[base + up]
-        i = up
-    heap[base + i] = key
-
-
-@kernel
-def heap_pop(heap: Ints, base: int, count: int) -> int:
-    """Takes the least key off a heap of `count` keys."""
-    least = heap[base]
-    last = heap[base + count - 1]
-    n = count - 1
-    i = 0
-    while True:
-        down = 2 * i + 1
-        if down >= n:
-            break
-        if down + 1 < n and heap[base + down + 1] < heap[base + down]:
-            down += 1
-        if heap[base + down] >= last:
-            break
-        heap[base + i] = heap[base + down]
-        i = down
-    if n > 0:
-        heap[base + i] = last
-    return least
-
-
-@kernel
-def event_push(at: Ints, what: Ints, version: Ints, count: int, t: int, task: int, v: int) -> None:
-    """Adds an event to the heap ordered by time, then task."""
-    i = count
-    while i > 0:
-        up = (i - 1) >> 1
-        if at[up] < t or (at[up] == t and what[up] <= task):
-            break
-        at[i], what[i], version[i] = at[up], what[up], version[up]
-        i = up
-    at[i], what[i], version[i] = t, task, v
-
-
-@kernel
-def event_pop(at: Ints, what: Ints, version: Ints, count: int) -> None:
-    """Takes the first event off the heap."""
-    n = count - 1
-    t, task, v = at[n], what[n], version[n]
-    i = 0
-    while True:
-        down = 2 * i + 1
-        if down >= n:
-            break
-        if down + 1 < n and (at[down + 1] < at[down] or (at[down + 1] == at[down] and what[down + 1] < what[down])):
-            down += 1
-        if at[down] > t or (at[down] == t and what[down] >= task):
-            break
-        at[i], what[i], version[i] = at[down], what[down], version[down]
-        i = down
-    if n > 0:
-        at[i], what[i], version[i] = t, task, v
 
 
 @kernel
@@ -283,26 +218,13 @@ def simulate(
             free[sidx[e]] = False
         if phase[i] == WORKING:
             for e in range(loff[i], loff[i + 1]):
-                link = lidx[e]
                 owner[e] = i
-                before[e] = -1
-                after[e] = head[link]
-                if head[link] >= 0:
-                    before[head[link]] = e
-                head[link] = e
-                users[link] += 1
+                join(e, lidx[e], head, users, after, before)
     for r in range(len(begin_run)):
         i = begin_run[r, 0]
         if phase[i] == WORKING and loff[i + 1] > loff[i]:
-            share, full = np.inf, np.inf
-            for e in range(loff[i], loff[i + 1]):
-                share = min(share, rate[lidx[e]] / users[lidx[e]])
-                full = min(full, rate[lidx[e]])
-            speed[i] = share / full if full < np.inf else 1.0
-        if ev == len(ev_at):
-            ev_at = np.concatenate((ev_at, np.empty_like(ev_at)))
-            ev_task = np.concatenate((ev_task, np.empty_like(ev_task)))
-            ev_version = np.concatenate((ev_version, np.empty_like(ev_version)))
+            speed[i] = speed_of(i, loff, lidx, rate, users)
+        ev_at, ev_task, ev_version = roomier(ev_at, ev_task, ev_version, ev)
         event_push(ev_at, ev_task, ev_version, ev, next_at[i], i, 0)
         ev += 1
     waiting_n = fresh_n
@@ -313,13 +235,8 @@ def simulate(
             fresh[fresh_n] = i
             fresh_n += 1
         else:
-            s = sidx[soff[i]]
-            heap_push(heap, base[s], size[s], (priority[i] << KEY_BITS) | i)
-            size[s] += 1
-            if not dirty[s]:
-                dirty[s] = True
-                dirty_list[dirty_count] = s
-                dirty_count += 1
+            key = (priority[i] << KEY_BITS) | i
+            dirty_count = queue(sidx[soff[i]], key, heap, base, size, dirty, dirty_list, dirty_count)
 
     while True:
         # Start what can start, least key first.
@@ -380,10 +297,7 @@ def simulate(
             speed[i] = 1.0
             version[i] = 0
             stamp[i] = -1
-            if ev == len(ev_at):
-                ev_at = np.concatenate((ev_at, np.empty_like(ev_at)))
-                ev_task = np.concatenate((ev_task, np.empty_like(ev_task)))
-                ev_version = np.concatenate((ev_version, np.empty_like(ev_version)))
+            ev_at, ev_task, ev_version = roomier(ev_at, ev_task, ev_version, ev)
             event_push(ev_at, ev_task, ev_version, ev, next_at[i], i, 0)
             ev += 1
         while ev > 0 and ev_version[0] != version[ev_task[0]]:
@@ -463,20 +377,9 @@ def simulate(
                 link = lidx[e]
                 if joins:
                     owner[e] = i
-                    after[e] = head[link]
-                    before[e] = -1
-                    if head[link] >= 0:
-                        before[head[link]] = e
-                    head[link] = e
-                    users[link] += 1
+                    join(e, link, head, users, after, before)
                 else:
-                    if before[e] >= 0:
-                        after[before[e]] = after[e]
-                    else:
-                        head[link] = after[e]
-                    if after[e] >= 0:
-                        before[after[e]] = before[e]
-                    users[link] -= 1
+                    leave(e, link, head, users, after, before)
                 if rate[link] == np.inf:
                     continue
                 slot = head[link]
@@ -529,23 +432,14 @@ def simulate(
                         fresh[fresh_n] = j
                         fresh_n += 1
                     else:
-                        s = sidx[soff[j]]
-                        heap_push(heap, base[s], size[s], (priority[j] << KEY_BITS) | j)
-                        size[s] += 1
-                        if not dirty[s]:
-                            dirty[s] = True
-                            dirty_list[dirty_count] = s
-                            dirty_count += 1
+                        key = (priority[j] << KEY_BITS) | j
+                        dirty_count = queue(sidx[soff[j]], key, heap, base, size, dirty, dirty_list, dirty_count)
         # Shares of links that somebody has joined or left.
         for k in range(touched_n):
             i = touched[k]
             if phase[i] != WORKING:
                 continue
-            share, full = np.inf, np.inf
-            for e in range(loff[i], loff[i + 1]):
-                share = min(share, rate[lidx[e]] / users[lidx[e]])
-                full = min(full, rate[lidx[e]])
-            new_speed = share / full if full < np.inf else 1.0
+            new_speed = speed_of(i, loff, lidx, rate, users)
             if since[i] != now:
                 if new_speed == speed[i]:
                     continue
@@ -554,10 +448,7 @@ def simulate(
             speed[i] = new_speed
             next_at[i] = now + np.int64(np.ceil(left[i] / new_speed - 1e-6))
             version[i] += 1
-            if ev == len(ev_at):
-                ev_at = np.concatenate((ev_at, np.empty_like(ev_at)))
-                ev_task = np.concatenate((ev_task, np.empty_like(ev_task)))
-                ev_version = np.concatenate((ev_version, np.empty_like(ev_version)))
+            ev_at, ev_task, ev_version = roomier(ev_at, ev_task, ev_version, ev)
             event_push(ev_at, ev_task, ev_version, ev, next_at[i], i, version[i])
             ev += 1
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from autoshard.cluster import Cluster, mesh_size
+from autoshard.cluster import Cluster, DeviceSpec, mesh_size
 from autoshard.costmodel import (
     Buffers,
+    EquationKernels,
     Lives,
     cpu_kernels,
     find_lives,
@@ -78,6 +79,7 @@ class Task:
       donated: (input, output) pairs in one buffer.
       info: names and roles; state: values of state arguments; pins: fixed specs.
       limit: most bytes on a device.
+      kernels: of a calibrated CPU, what XLA makes of the graph.
     """
 
     graph: Graph
@@ -89,6 +91,7 @@ class Task:
     state: frozenset[Value]
     pins: Mapping[Value, Spec]
     limit: int
+    kernels: Mapping[int, EquationKernels] | None
 
 
 @final
@@ -191,7 +194,7 @@ def make_plan(
     """
     tell = on_event or _silent
     limit = memory_limit if memory_limit is not None else cluster.memory_bytes
-    task = _task(graph, info, pins, limit, cluster.device(0).kind)
+    task = _task(graph, info, pins, limit, cluster.device(0))
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster)
     for shape in meshes:
         _check_mesh(shape, cluster)
@@ -238,9 +241,7 @@ def plan_mesh(
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
-    device = cluster.device(0)
-    kernels = cpu_kernels(task.graph) if device.calibrated and device.kind == "cpu" else None
-    pricer = Pricer(cluster, mesh, task.written.__contains__, kernels)
+    pricer = Pricer(cluster, mesh, task.written.__contains__, task.kernels)
     model = build_model(task.ops, mesh, task.pins, tie, task.written)
     ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)
@@ -381,15 +382,16 @@ def _exact(task: Task, ground: Ground, solution: Solution) -> Exact:
     return Exact(replace(layout, compute_s=layout.compute_s + pages_s), buffers, memory, pages_s)
 
 
-def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, kind: str) -> Task:
+def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, device: DeviceSpec) -> Task:
     ops = list_ops(graph, info.pairs)
     given = set(info.donated)
     donated = tuple((i, o) for i, o in info.pairs if i in given)
     written = materialized(graph)
-    lives = find_lives(graph, donated, kind, written.__contains__ if kind == "gpu" else None)
+    lives = find_lives(graph, donated, device.kind, written.__contains__ if device.kind == "gpu" else None)
     state = frozenset(graph.inputs[i] for i, _ in info.pairs)
     fixed = {graph.inputs[i]: spec for i, spec in pins.items()}
-    return Task(graph, ops, written, lives, donated, info, state, fixed, limit)
+    kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
+    return Task(graph, ops, written, lives, donated, info, state, fixed, limit, kernels)
 
 
 def _check_mesh(mesh: MeshShape, cluster: Cluster) -> None:

@@ -7,7 +7,8 @@ its result waits for it:
     gpu   collectives run beside compute (XLA makes them asynchronous)
     cpu   a collective holds both streams (XLA:CPU runs them in order; DESIGN section 7)
 
-What runs in a loop's body is one task of all its trips.
+What runs in a loop's body is one task of all its trips. What a loop carries is there after the body that makes it, and
+the result of a branch after every branch.
 """
 
 from __future__ import annotations
@@ -82,8 +83,12 @@ def schedule(ops: Ops, layout: Layout, pricer: Pricer) -> Schedule:
     moves: dict[Value, list[Move]] = {}
     for move in layout.moves:
         moves.setdefault(move.value, []).append(move)
+    carried: dict[Value, list[Value]] = {}
+    for tie in ops.ties:
+        carried.setdefault(tie.target, []).append(tie.source)
     for op in ops.ops:
-        _add(tasks, op, layout, sums.get(op.index, ()), moves, pricer)
+        late = [v for end in (*op.operands, *op.results) if isinstance(end, Value) for v in carried.get(end, ())]
+        _add(tasks, op, layout, late if op.kind is OpKind.LEAVE else (), sums.get(op.index, ()), moves, pricer)
     return Schedule(simulate(builder.build()), tuple(tasks.source), tasks.made)
 
 
@@ -91,15 +96,23 @@ def _add(
     tasks: _Tasks,
     op: Op,
     layout: Layout,
+    late: Sequence[Value],
     sums: Sequence[tuple[Traffic, int]],
     moves: dict[Value, list[Move]],
     pricer: Pricer,
 ) -> None:
-    """The tasks of one op: its work, the sums of its results, the moves of its results to other shardings."""
+    """The tasks of one op: its work, the sums of its results, the moves of its results to other shardings.
+
+    It waits for its operands, and for the values of a body that end a loop or a branch (`late`).
+    """
     before: dict[int, None] = {}
     for atom, spec in zip(op.operands, layout.choice[op.index].operands, strict=True):
         if isinstance(atom, Value):
             at = tasks.moved.get(atom, {}).get(spec, tasks.made.get(atom, -1))
+            if at >= 0:
+                before[at] = None
+    for value in late:
+        for at in (tasks.made.get(value, -1), *tasks.moved.get(value, {}).values()):
             if at >= 0:
                 before[at] = None
     after = list(before)

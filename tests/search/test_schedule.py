@@ -26,7 +26,7 @@ STEPS = {"mlp": mlp, "looped": looped, "random": lambda: random_step(3)}
 def gpus() -> Cluster:
     """Devices of which collectives run beside compute, and take about as long."""
     node = eager_cluster().nodes[0]
-    return Cluster("eager gpus", (Node(dataclasses.replace(node.device, kind="gpu"), node.count, Link(2e6, 1e-9)),))
+    return Cluster("eager gpus", (Node(dataclasses.replace(node.device, kind="gpu"), node.count, Link(200.0, 1e-9)),))
 
 
 def layouts(step: Step, cluster: Cluster, count: int = 8) -> list[tuple[Ground, Layout, Schedule]]:

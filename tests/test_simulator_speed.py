@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,8 +19,8 @@ def test_resimulation_is_quick() -> None:
     ratios: list[float] = []
     for _ in range(40):
         change = Change(draw.randrange(graph.size), time_s=draw.uniform(0.5, 3.0) * 1e-3)
-        again, quick = best_of(5, lambda change=change: found.change([change]))
-        anew, slow = best_of(3, lambda again=again: simulate(again.graph))
+        again, quick = best_of(15, lambda change=change: found.change([change]), time.thread_time)
+        anew, slow = best_of(5, lambda again=again: simulate(again.graph), time.thread_time)
         assert np.array_equal(again.end, anew.end)
         ratios.append(slow / quick)
     assert np.median(ratios) >= 10.0, f"{np.median(ratios):.1f} times as fast"
@@ -28,7 +29,7 @@ def test_resimulation_is_quick() -> None:
 def test_a_hundred_thousand_tasks_in_a_second() -> None:
     graph = pipeline_tasks(uneven(8), 6260)
     assert graph.size > 100_000
-    _, took = best_of(3, lambda: simulate(graph))
+    _, took = best_of(3, lambda: simulate(graph), time.perf_counter)
     assert took < 1.0
 
 
@@ -38,11 +39,11 @@ def uneven(blocks: int) -> list[Block]:
     return [Block(draw.uniform(0.8, 1.2) * 1e-3, draw.uniform(1.6, 2.4) * 1e-3) for _ in range(blocks)]
 
 
-def best_of(times: int, run):
+def best_of(times: int, run: Callable[[], Simulation], clock: Callable[[], float]) -> tuple[Simulation, float]:
     """What was returned last, and the least seconds it took."""
     found: list[tuple[Simulation, float]] = []
     for _ in range(times):
-        start = time.perf_counter()
+        start = clock()
         result = run()
-        found.append((result, time.perf_counter() - start))
+        found.append((result, clock() - start))
     return found[-1][0], min(seconds for _, seconds in found)

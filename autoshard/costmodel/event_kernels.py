@@ -5,24 +5,12 @@ thousand ticks later goes on exactly as before, a thousand ticks later: that is 
 """
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportArgumentType=false, reportReturnType=false
-# (numbers out of arrays are integers here)
+# (numbers out of arrays are integers here; all in one file, for numba's cache does not see changes in another)
 
 from __future__ import annotations
 
 import numpy as np
 
-from autoshard.costmodel.event_parts import (
-    event_pop,
-    event_push,
-    heap_pop,
-    heap_push,
-    join,
-    leave,
-    mix,
-    queue,
-    roomier,
-    speed_of,
-)
 from autoshard.loops import Bytes, Floats, Ints, kernel
 
 WAITING, LATENCY, WORKING, DONE = 0, 1, 2, 3
@@ -30,6 +18,148 @@ WAITING, LATENCY, WORKING, DONE = 0, 1, 2, 3
 
 KEY_BITS = 32
 """A waiting task's key is its priority above its number in so many bits."""
+
+
+@kernel
+def mix(x: int) -> int:
+    """A number that looks random for each task (splitmix64's finaliser): sums of them stand for sets of tasks."""
+    z = np.uint64(x + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.int64((z ^ (z >> np.uint64(31))) >> np.uint64(1))
+
+
+@kernel
+def heap_push(heap: Ints, base: int, count: int, key: int) -> None:
+    """Adds a key to the binary heap of `count` keys that starts at `base`."""
+    i = count
+    while i > 0:
+        up = (i - 1) >> 1
+        if heap[base + up] <= key:
+            break
+        heap[base + i] = heap[base + up]
+        i = up
+    heap[base + i] = key
+
+
+@kernel
+def heap_pop(heap: Ints, base: int, count: int) -> int:
+    """Takes the least key off a heap of `count` keys."""
+    least = heap[base]
+    last = heap[base + count - 1]
+    n = count - 1
+    i = 0
+    while True:
+        down = 2 * i + 1
+        if down >= n:
+            break
+        if down + 1 < n and heap[base + down + 1] < heap[base + down]:
+            down += 1
+        if heap[base + down] >= last:
+            break
+        heap[base + i] = heap[base + down]
+        i = down
+    if n > 0:
+        heap[base + i] = last
+    return least
+
+
+@kernel
+def event_push(at: Ints, what: Ints, version: Ints, count: int, t: int, task: int, v: int) -> None:
+    """Adds an event to the heap ordered by time, then task."""
+    i = count
+    while i > 0:
+        up = (i - 1) >> 1
+        if at[up] < t or (at[up] == t and what[up] <= task):
+            break
+        at[i], what[i], version[i] = at[up], what[up], version[up]
+        i = up
+    at[i], what[i], version[i] = t, task, v
+
+
+@kernel
+def event_pop(at: Ints, what: Ints, version: Ints, count: int) -> None:
+    """Takes the first event off the heap."""
+    n = count - 1
+    t, task, v = at[n], what[n], version[n]
+    i = 0
+    while True:
+        down = 2 * i + 1
+        if down >= n:
+            break
+        if down + 1 < n and (at[down + 1] < at[down] or (at[down + 1] == at[down] and what[down + 1] < what[down])):
+            down += 1
+        if at[down] > t or (at[down] == t and what[down] >= task):
+            break
+        at[i], what[i], version[i] = at[down], what[down], version[down]
+        i = down
+    if n > 0:
+        at[i], what[i], version[i] = t, task, v
+
+
+@kernel
+def roomier(at: Ints, what: Ints, version: Ints, count: int) -> tuple[Ints, Ints, Ints]:
+    """The arrays of the event heap, twice as long if they are full."""
+    if count < len(at):
+        return at, what, version
+    return (
+        np.concatenate((at, np.empty_like(at))),
+        np.concatenate((what, np.empty_like(what))),
+        np.concatenate((version, np.empty_like(version))),
+    )
+
+
+@kernel
+def mark(s: int, dirty: Bytes, dirty_list: Ints, dirty_count: int) -> int:
+    """Has stream s looked at; returns the number of streams to look at."""
+    if dirty[s]:
+        return dirty_count
+    dirty[s] = True
+    dirty_list[dirty_count] = s
+    return dirty_count + 1
+
+
+@kernel
+def queue(
+    s: int, key: int, heap: Ints, base: Ints, size: Ints, dirty: Bytes, dirty_list: Ints, dirty_count: int
+) -> int:
+    """Lets a task wait at stream s, which is then looked at; returns the number of streams to look at."""
+    heap_push(heap, base[s], size[s], key)
+    size[s] += 1
+    return mark(s, dirty, dirty_list, dirty_count)
+
+
+@kernel
+def join(slot: int, link: int, head: Ints, users: Ints, after: Ints, before: Ints) -> None:
+    """Puts a slot at the head of a link's list."""
+    before[slot] = -1
+    after[slot] = head[link]
+    if head[link] >= 0:
+        before[head[link]] = slot
+    head[link] = slot
+    users[link] += 1
+
+
+@kernel
+def leave(slot: int, link: int, head: Ints, users: Ints, after: Ints, before: Ints) -> None:
+    """Takes a slot out of a link's list."""
+    if before[slot] >= 0:
+        after[before[slot]] = after[slot]
+    else:
+        head[link] = after[slot]
+    if after[slot] >= 0:
+        before[after[slot]] = before[slot]
+    users[link] -= 1
+
+
+@kernel
+def speed_of(i: int, off: Ints, links: Ints, rate: Floats, users: Ints) -> float:
+    """What part of the rate it would have alone a task gets: an equal part of its most crowded link."""
+    share, full = np.inf, np.inf
+    for e in range(off[i], off[i + 1]):
+        share = min(share, rate[links[e]] / users[links[e]])
+        full = min(full, rate[links[e]])
+    return share / full if full < np.inf else 1.0
 
 
 @kernel
@@ -130,9 +260,9 @@ def simulate(
     left = np.empty(n, np.float64)
     since = np.empty(n, np.int64)
     speed = np.empty(n, np.float64)
-    version = np.empty(n, np.int64)
+    version = np.zeros(n, np.int64)
     next_at = np.empty(n, np.int64)
-    stamp = np.empty(n, np.int64)
+    stamp = np.zeros(n, np.int64)
     # Waiting tasks: a heap for each stream, in one array. Each waits at one of its streams that is not free.
     base = np.zeros(stream_count + 1, np.int64)
     for e in sidx:
@@ -208,9 +338,6 @@ def simulate(
         since[i] = now + begin_run[r, 2]
         next_at[i] = now + begin_run[r, 3]
         left[i] = begin_left[r]
-        speed[i] = 1.0
-        version[i] = 0
-        stamp[i] = -1
         place[i] = running_n
         running[running_n] = i
         running_n += 1
@@ -294,9 +421,6 @@ def simulate(
             if loff[i] == loff[i + 1]:
                 phase[i] = WORKING
                 next_at[i] = now + latency[i] + work[i]
-            speed[i] = 1.0
-            version[i] = 0
-            stamp[i] = -1
             ev_at, ev_task, ev_version = roomier(ev_at, ev_task, ev_version, ev)
             event_push(ev_at, ev_task, ev_version, ev, next_at[i], i, 0)
             ev += 1
@@ -413,10 +537,7 @@ def simulate(
             for e in range(soff[i], soff[i + 1]):
                 s = sidx[e]
                 free[s] = True
-                if not dirty[s]:
-                    dirty[s] = True
-                    dirty_list[dirty_count] = s
-                    dirty_count += 1
+                dirty_count = mark(s, dirty, dirty_list, dirty_count)
             for e in range(uoff[i], uoff[i + 1]):
                 j = uidx[e]
                 if wait[j] < 0:

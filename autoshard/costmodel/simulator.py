@@ -344,7 +344,7 @@ def _from_record(records: Records, row: int, times: tuple[Ints, Ints, Ints]) -> 
 
 def _joined(old: Records, r: int, window: Records, match: int, at: int, size: int, added: int) -> Records:
     """Records up to row r, those of the window, and the earlier ones from row `match` on, which now is at tick `at`."""
-    from autoshard.costmodel.event_parts import mix
+    from autoshard.costmodel.event_kernels import mix
 
     parts = [(old.state[: r + 1], old.offsets[: r + 2], old), (window.state, window.offsets, window)]
     if match >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from autoshard.plan import Plan
 from autoshard.report import report_html
 from autoshard.report.content import MOST_SPANS
+from autoshard.timeline import NO_TIMELINE
 from tests.problems import mlp
 from tests.report_plans import hostile, large, medium
 from tests.test_plan import PLAN
@@ -93,7 +95,20 @@ def _unfilter(kind: int, line: bytearray, before: bytearray, step: int) -> bytea
 
 @browser
 def test_a_real_plan_in_a_browser(tmp_path: Path) -> None:
-    data, document = loaded(tmp_path, report_html(mlp().plan((2, 4))))
+    plan = mlp().plan((2, 4))
+    data, document = loaded(tmp_path, report_html(plan))
+    assert (data["lanes"], data["spans"]) == ("2", str(len(plan.timeline.spans)))
+    assert len(plan.timeline.spans) > 0
+    assert data["violations"] == data["requests"] == "0"
+    assert "dot_general" in document
+    for missing in ("has no timeline", "has no memory over time", "has no costs by operator"):
+        assert missing not in document
+
+
+@browser
+def test_a_plan_without_a_timeline_in_a_browser(tmp_path: Path) -> None:
+    plan = dataclasses.replace(mlp().plan((2, 4)), timeline=NO_TIMELINE)
+    data, document = loaded(tmp_path, report_html(plan))
     assert data["lanes"] == "0"
     assert data["violations"] == data["requests"] == "0"
     assert "This plan has no timeline" in document

@@ -118,8 +118,10 @@ def _leads(op: Op) -> bool:
 
 
 def _grows(op: Op) -> bool:
-    """Whether the op spreads a small value over a larger one."""
-    return op.kind is OpKind.APPLY and op.equation is not None and op.equation.name == "broadcast_in_dim"
+    """Whether the op spreads a small value over a larger one; a broadcast that only adds a dimension of 1 does not."""
+    if op.kind is not OpKind.APPLY or op.equation is None or op.equation.name != "broadcast_in_dim":
+        return False
+    return aval_bytes(op.results[0].aval) > sum(aval_bytes(a.aval) for a in op.operands)
 
 
 def _reader(op: Op, ops: Ops, pliant: list[bool]) -> Follow | None:

@@ -37,6 +37,26 @@ class LinkFit:
     error: float
 
 
+def rising(timed: Sequence[Timed]) -> list[Timed]:
+    """The same measurements, those of one kind made to take no less time for more bytes.
+
+    Neighbours in the wrong order get their common geometric mean (pool adjacent violators: Ayer et al., "An empirical
+    distribution function for sampling with incomplete information", 1955). On a busy core a small collective waits for
+    the scheduler, now and then several milliseconds.
+    """
+    found: list[Timed] = []
+    for kind in dict.fromkeys(k for k, _, _ in timed):
+        pools: list[tuple[float, list[float]]] = []
+        for nbytes, seconds in sorted((n, t) for k, n, t in timed if k == kind):
+            pools.append((math.log(seconds), [nbytes]))
+            while len(pools) > 1 and pools[-1][0] < pools[-2][0]:
+                (a, first), (b, second) = pools[-2:]
+                pools[-2:] = [((a * len(first) + b * len(second)) / (len(first) + len(second)), first + second)]
+        for mean, sizes in pools:
+            found.extend((kind, nbytes, math.exp(mean)) for nbytes in sizes)
+    return found
+
+
 def fit_link(timed: Sequence[Timed], group: Callable[[Link], GroupLinks], launch_s: float = 0.0) -> LinkFit:
     """The link with which collectives take the time they were measured to take.
 

@@ -44,6 +44,7 @@ from .liveness import find_lives as find_lives
 from .liveness import usage as usage
 from .matrix_rules import matmul_class as matmul_class
 from .measured import TRANSCENDENTAL_FLOPS as TRANSCENDENTAL_FLOPS
+from .measured import aligned as aligned
 from .measured import fresh_pages_s as fresh_pages_s
 from .measured import measured_time_s as measured_time_s
 from .memory import Buffers as Buffers

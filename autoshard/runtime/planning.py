@@ -14,11 +14,13 @@ import jax
 
 from autoshard import jax_compat
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.errors import ArgumentError, PlanError, explain
+from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
+from autoshard.passes import microbatched
 from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
+from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.options import Options
 from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
@@ -27,6 +29,13 @@ from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.target import Target, is_explicit
 from autoshard.search import collection_paused, make_plan, prepare
+from autoshard.show import size_text
+
+MOST_CHOSEN = 64
+"""Microbatches that are tried where a step does not fit; more are for the user to ask for. Ours."""
+
+WORTH = 0.95
+"""More microbatches are tried while twice as many need no more than this part of the memory. Ours."""
 
 OnEvent = Callable[[str, Any], None]
 
@@ -47,6 +56,7 @@ class MakePlan(Protocol):
         budget_s: float | None,
         seed: int,
         on_event: OnEvent | None = None,
+        suggest: bool = True,
     ) -> Plan: ...
 
 
@@ -107,10 +117,10 @@ def plan_call(
     shapes = [tuple(aval.shape) for aval in call.avals]
     sizes = None if target.shape is None else dict(target.shape)
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
-    prepared = prepare(graph, on_event)
-    compiler = functools.partial(compile_plan, prepared, target.cluster)
+    programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
-    def make(memory_limit: int | None) -> Plan:
+    def make(count: int, memory_limit: int | None, suggest: bool) -> Plan:
+        prepared = programs.prepared(count)
         plan = search(
             prepared,
             info,
@@ -121,38 +131,139 @@ def plan_call(
             budget_s=options.budget_s,
             seed=options.seed,
             on_event=on_event,
+            suggest=suggest,
         )
-        return dataclasses.replace(plan, compiler=compiler)
+        compiler = functools.partial(compile_plan, prepared, target.cluster)
+        return dataclasses.replace(plan, microbatches=count, compiler=compiler)
 
-    plan = known_plan(prepared, info, target, library, name) or make(options.memory_limit)
+    def choose(memory_limit: int | None) -> tuple[Plan, Graph]:
+        plan = choose_count(lambda count, suggest: make(count, memory_limit, suggest), options.microbatches)
+        return plan, programs.prepared(plan.microbatches)
+
+    plan = known_plan(programs.prepared, options.microbatches, info, target, library, name)
+    plan, prepared = choose(options.memory_limit) if plan is None else (plan, programs.prepared(plan.microbatches))
     for i, spec in pins.items():
         pattern = next(p for p in options.pins or {} if matches(p, call.slashes[i]))
         check_pin(pattern, spec, call.slashes[i], shapes[i], dict(plan.mesh))
-    plan = dataclasses.replace(plan, compiler=compiler)
-    again = None if library.loaded else make
+    plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
+    again = None if library.loaded else choose
     return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again)
 
 
-def known_plan(prepared: Graph, info: StepInfo, target: Target, library: Library, name: str) -> Plan | None:
+@final
+class Programs:
+    """A step's prepared graphs, by the number of its microbatches."""
+
+    def __init__(
+        self, fun: Callable[[], Callable[..., Any]], call: Call, info: StepInfo, graph: Graph, on_event: OnEvent | None
+    ) -> None:
+        self._fun, self._call, self._info, self._graph, self._on_event = fun, call, info, graph, on_event
+        self._prepared: dict[int, Graph] = {}
+
+    def prepared(self, count: int) -> Graph:
+        """The graph that plans with this many microbatches speak of.
+
+        Raises:
+          MicrobatchError: there is none.
+        """
+        if count not in self._prepared:
+            graph = self._graph
+            if count > 1:
+                with _automatic_axes():
+                    split = split_batch(self._fun(), self._call.avals, self._info, graph, count)
+                    graph = microbatched(split)
+                if self._on_event is not None:
+                    self._on_event("microbatch", graph)
+            self._prepared[count] = prepare(graph, self._on_event)
+        return self._prepared[count]
+
+
+def choose_count(make: Callable[[int, bool], Plan], asked: int | None) -> Plan:
+    """The plan with the microbatches asked for, else with the fewest that fit: 1, 2, 4, ...
+
+    Args:
+      make: plans a number of microbatches; with True its error says which larger cluster would do.
+      asked: None to choose.
+
+    Raises:
+      InfeasibleError: nothing fits; says what was tried.
+      MicrobatchError: what was asked for is not possible.
+    """
+    if asked is not None:
+        return make(asked, True)
+    needs: dict[int, int] = {}
+    refused, first, count = "", "", 1
+    while count <= MOST_CHOSEN:
+        try:
+            plan = make(count, False)
+        except InfeasibleError as error:
+            first = first or str(error).splitlines()[0]
+            half = needs.get(count // 2)
+            needs[count] = -1 if error.need_bytes is None else error.need_bytes
+            if needs[count] < 0 or (half is not None and needs[count] > WORTH * half):
+                break
+        except MicrobatchError as error:
+            refused = f"; microbatches are no way out: {str(error).splitlines()[0]}"
+            break
+        else:
+            line = (f"{count} microbatches: with fewer {first}",) if count > 1 else ()
+            return dataclasses.replace(plan, why=(*plan.why, *line))
+        count *= 2
+    if len(needs) > 1:
+        listed = ", ".join(f"{m}: {size_text(n)}" for m, n in needs.items() if m > 1 and n > 0)
+        refused = f"; nor does it with microbatches ({listed}){refused}"
+    try:
+        return make(1, True)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{refused}", error.need_bytes) from error
+
+
+def known_plan(
+    prepared: Callable[[int], Graph],
+    count: int | None,
+    info: StepInfo,
+    target: Target,
+    library: Library,
+    name: str,
+) -> Plan | None:
     """A plan of the same program for the same devices, None if it has to be searched.
+
+    Args:
+      prepared: the program by its number of microbatches.
+      count: microbatches asked for, None for any.
+      info: names and roles.
+      target: the devices.
+      library: plans to use again.
+      name: of the step.
 
     Raises:
       PlanError: the user loaded plans, and none belongs to this program here.
     """
     if not library.made and not library.loaded:
         return None
-    program = fingerprint(prepared)
+
+    def belongs(plan: Plan) -> bool:
+        if count is not None and plan.microbatches != count:
+            return False
+        try:
+            return plan.fingerprint == fingerprint(prepared(plan.microbatches))
+        except MicrobatchError:
+            return False
+
     for each in library.made:
         same = each.target.shape == target.shape and each.target.cluster == target.cluster and each.info == info
-        if each.plan.fingerprint == program and same:
+        if same and belongs(each.plan):
             return each.plan
     if not library.loaded:
         return None
-    fitting = [plan for plan in library.loaded if plan.fingerprint == program]
+    fitting = [plan for plan in library.loaded if belongs(plan)]
     if not fitting:
+        last = library.loaded[-1]
+        parts = f" in {last.microbatches} microbatches" if last.microbatches > 1 else ""
         raise PlanError(
             explain(
-                f"the loaded plan is of program {library.loaded[-1].fingerprint}, {name} called this way is {program}",
+                f"the loaded plan is of program {last.fingerprint}{parts}, "
+                f"{name} called this way is {fingerprint(prepared(count or 1))}",
                 "a plan of this step with these shapes, dtypes and static arguments, made with this JAX version",
                 "plan again with .plan(...), or .clear_cache() to forget the loaded plan",
             )

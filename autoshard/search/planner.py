@@ -173,6 +173,7 @@ def make_plan(
     seed: int,
     on_event: OnEvent | None = None,
     tie: bool = True,
+    suggest: bool = True,
 ) -> Plan:
     """Plans a step.
 
@@ -187,9 +188,10 @@ def make_plan(
       seed: of every random decision.
       on_event: called after each part.
       tie: plan repeated layers once.
+      suggest: look for a larger cluster if nothing fits.
 
     Raises:
-      InfeasibleError: nothing fits the memory limit; names the need.
+      InfeasibleError: nothing fits the memory limit; names the need, and a larger cluster that would do.
       MeshError, PinError, UnknownPrimitiveError: see there.
     """
     tell = on_event or _silent
@@ -205,8 +207,9 @@ def make_plan(
         found += plan_mesh(task, cluster, shape, budget_s=budget, seed=seed, tie=tie, tell=tell)
     chosen = _choose(task, found)
     if chosen is None:
-        enough = _larger(task, cluster, mesh, found, seed)
-        raise InfeasibleError(_does_not_fit(found, limit, cluster, enough))
+        enough = _larger(task, cluster, mesh, found, seed) if suggest else ""
+        need = min((c.peak_bytes for c in found), default=None)
+        raise InfeasibleError(_does_not_fit(found, limit, cluster, enough), need)
     best, found = chosen
     ground, exact, made = best.ground, best.exact, best.schedule
     assert exact is not None, "a chosen answer has been carried out"

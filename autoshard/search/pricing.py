@@ -14,6 +14,7 @@ from autoshard.costmodel import (
     EquationKernels,
     Work,
     WorkKind,
+    aligned,
     collective_time_s,
     cpu_kernels,
     equation_work,
@@ -26,7 +27,7 @@ from autoshard.costmodel import (
     reshard_path,
     work_time_s,
 )
-from autoshard.ir import FactorKind, Graph, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
+from autoshard.ir import Atom, FactorKind, Graph, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
 from autoshard.passes import Constrain
 from autoshard.search.choices import Choice
 from autoshard.search.ops import Op, OpKind, list_ops
@@ -225,12 +226,14 @@ class Pricer:
 
     def _measured_s(self, op: Op, choice: Choice, work: Work, kernels: EquationKernels) -> float:
         """Of a calibrated device: bytes, launches and copies are those of its compiler's kernels."""
-        moved, across = 0.0, 0.0
+        moved, across, hard = 0.0, 0.0, 0.0
         for k, spec in enumerate(choice.operands):
             if kernels.reads[k] or kernels.strided_reads[k]:
                 nbytes = work.operand_bytes[k] / axes_size(spec_axes(spec), self.sizes)
                 moved += kernels.reads[k] * nbytes
                 across += kernels.strided_reads[k] * nbytes
+                if kernels.strided_reads[k] and aligned(_row_bytes(op.operands[k], spec, self.sizes)):
+                    hard += kernels.strided_reads[k] * nbytes
         for nbytes, written, spec in zip(work.result_bytes, kernels.writes, choice.results, strict=True):
             if written:
                 moved += nbytes / axes_size(spec_axes(spec), self.sizes)
@@ -243,8 +246,16 @@ class Pricer:
             copies=kernels.copies,
             strided=kernels.strided,
             strided_bytes=across,
+            aligned_bytes=hard,
             fused=kernels.fused,
         )
+
+
+def _row_bytes(atom: Atom, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of the last dimension of a device's part."""
+    if not atom.shape:
+        return 0.0
+    return atom.shape[-1] * atom.dtype.itemsize / axes_size(spec[-1], sizes)
 
 
 def step_compute(

@@ -403,6 +403,7 @@ def autoshard(
     devices: Any = "auto",
     pins: Any = None,
     microbatches: Any = None,
+    remat: Any = None,
     static_argnums: Any = None,
     static_argnames: Any = None,
     donate_argnums: Any = None,
@@ -427,6 +428,8 @@ def autoshard(
       pins: shardings kept as they are, by path pattern: {"**/mlp/**/kernel": PartitionSpec(None, "model")}.
       microbatches: into how many parts the batch is cut; gradients and metrics are summed over them, and the step
         computes what it computes whole. None: 1, or the fewest with which it fits the memory.
+      remat: whether the backward pass computes parts of the forward pass again instead of keeping them. None: where the
+        step does not fit the memory otherwise.
       static_argnums: positions of static arguments.
       static_argnames: names of static arguments.
       donate_argnums: positions of arguments whose buffers the step may reuse; None: state, found by matching outputs
@@ -436,7 +439,7 @@ def autoshard(
       seed: of the search.
       dump_dir: a folder for the IR after each pass; also the environment variable AUTOSHARD_DUMP_DIR.
       plan: a plan made before, or its JSON file, used instead of a search.
-      **later: stages, schedule, remat, sync, period, delay, merge, warmup_steps: not available yet, only
+      **later: stages, schedule, sync, period, delay, merge, warmup_steps: not available yet, only
         None and the values of a step on one mesh are taken.
 
     Raises:
@@ -450,6 +453,7 @@ def autoshard(
         devices=devices,
         pins=pins,
         microbatches=microbatches,
+        remat=remat,
         memory_limit=memory_limit,
         budget=budget,
         seed=seed,

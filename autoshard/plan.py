@@ -174,6 +174,7 @@ class Plan:
       donated: flat inputs whose buffers are reused.
       timeline: the simulated step.
       microbatches: into how many parts the batch is cut; the program the plan belongs to has the loop over them.
+      remat: whether the program computes parts of its forward pass again.
       compiler: compiles the program the plan was made for; not saved, None for a plan read from a file.
     """
 
@@ -200,6 +201,7 @@ class Plan:
     donated: tuple[int, ...] = field(default=())
     timeline: Timeline = NO_TIMELINE
     microbatches: int = 1
+    remat: bool = False
     compiler: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property

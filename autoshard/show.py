@@ -44,8 +44,9 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def parts_text(plan: Plan) -> str:
-    """How the batch is cut, "" if it is not."""
-    return f"{plan.microbatches} microbatches, " if plan.microbatches > 1 else ""
+    """How the batch is cut and whether anything is computed again, "" where neither is."""
+    cut = f"{plan.microbatches} microbatches, " if plan.microbatches > 1 else ""
+    return cut + ("recomputing, " if plan.remat else "")
 
 
 def seconds(value: float) -> str:

@@ -145,7 +145,7 @@ def test_methods() -> None:
         ({"microbatches": 0}, ArgumentError, "microbatches=0.\n  expected: an int of at least 1"),
         ({"microbatches": True}, ArgumentError, "microbatches=True"),
         ({"schedule": "1f1b"}, ArgumentError, "schedule='1f1b', which is not available yet"),
-        ({"remat": True}, ArgumentError, "remat=True, which is not available yet"),
+        ({"remat": "full"}, ArgumentError, "remat='full'"),
         ({"sync": "delayed"}, ArgumentError, "sync='delayed', which is not available yet"),
         ({"period": 8}, ArgumentError, "period=8, which is not available yet"),
         ({"delay": 1}, ArgumentError, "delay=1, which is not available yet"),

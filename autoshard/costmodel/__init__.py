@@ -19,6 +19,7 @@ from .fusion import fusible as fusible
 from .fusion import fusion_class as fusion_class
 from .fusion import fusion_estimate as fusion_estimate
 from .fusion import materialized as materialized
+from .fusion import stored_anywhere as stored_anywhere
 from .graph_time import graph_time_s as graph_time_s
 from .learned import SAMPLES as SAMPLES
 from .learned import WITHIN as WITHIN

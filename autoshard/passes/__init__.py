@@ -9,3 +9,5 @@ from .microbatch import microbatched as microbatched
 from .microbatch import split_step as split_step
 from .pipeline import Pass as Pass
 from .pipeline import run_passes as run_passes
+from .remat import Remat as Remat
+from .remat import forward_cuts as forward_cuts

@@ -99,6 +99,7 @@ class Roles:
       generated: equations without a batched operand that make something for each example (random bits, an iota): each
         microbatch takes its part of the whole.
       ahead: (equation, operand) that combines all examples, of which the equation reads the value computed before.
+      alias: whole results of a barrier that batched values go through as well, and what they are.
       couplings: equations left for after the microbatches though examples go into them, in order.
     """
 
@@ -106,6 +107,7 @@ class Roles:
     slices: dict[tuple[Apply, int], Axis] = field(default_factory=dict[tuple[Apply, int], Axis])
     generated: set[Apply] = field(default_factory=set[Apply])
     ahead: set[tuple[Apply, int]] = field(default_factory=set[tuple[Apply, int]])
+    alias: dict[Value, Value] = field(default_factory=dict[Value, Value])
     couplings: list[Coupling] = field(default_factory=list[Coupling])
 
     def role(self, atom: Atom) -> Role:
@@ -193,6 +195,11 @@ class _Propagation:
     def _batched(self, equation: Apply, roles: Sequence[Role]) -> Sequence[Role]:
         if equation.effects:
             return self._couple(equation, "it has an effect, which would happen once a microbatch")
+        if equation.name == "optimization_barrier" and not any(isinstance(role, Complete) for role in roles):
+            for atom, value, role in zip(equation.inputs, equation.outputs, roles, strict=True):
+                if isinstance(role, Whole) and isinstance(atom, Value):
+                    self.roles.alias[value] = self.roles.alias.get(atom, atom)
+            return roles
         waiting = [k for k, role in enumerate(roles) if isinstance(role, Complete | Partial)]
         for k in waiting:
             atom = equation.inputs[k]
@@ -201,8 +208,6 @@ class _Propagation:
                 return self._couple(equation, "it uses what all examples together give")
         self.roles.ahead.update((equation, k) for k in waiting)
         roles = [WHOLE if k in waiting else role for k, role in enumerate(roles)]
-        if equation.name == "optimization_barrier":
-            return roles
         if equation.name == "scan":
             return self._scan(equation, roles)
         if equation.name == "cond":

@@ -150,7 +150,7 @@ class _Parts:
         todo: list[Atom] = [root]
         while todo:
             atom = todo.pop()
-            maker = None if isinstance(atom, Literal) else self._maker.get(atom)
+            maker = None if isinstance(atom, Literal) else self._maker.get(self._roles.alias.get(atom, atom))
             if maker is not None and maker not in self.before:
                 self.before.add(maker)
                 todo += maker.inputs
@@ -321,7 +321,7 @@ def accumulate(split: Microbatches) -> Callable[..., list[Any]]:
             parts[split.graph.inputs[i]] = cut(args[i], axis, split.count)
         inside = set(_equations(split, split.loop))
         sliced = {
-            (e, k): cut(_read(env.whole, e.inputs[k]), axis, split.count)
+            (e, k): cut(_whole(split, env.whole, e.inputs[k]), axis, split.count)
             for (e, k), axis in split.roles.slices.items()
             if e in inside
         }
@@ -349,7 +349,7 @@ def accumulate(split: Microbatches) -> Callable[..., list[Any]]:
             assert isinstance(role, Batched), "only batched values are stacked"
             env.whole[value] = joined(found, role.axis)
         _run_whole(split, split.after, env.whole)
-        return [_read(env.whole, atom) for atom in split.graph.outputs]
+        return [_whole(split, env.whole, atom) for atom in split.graph.outputs]
 
     return step
 
@@ -363,15 +363,14 @@ def _equations(split: Microbatches, numbers: Sequence[int]) -> list[Apply]:
     return [e for i in numbers if isinstance(e := split.graph.equations[i], Apply)]
 
 
-def _read(env: Mapping[Value, Any], atom: Atom) -> Any:
-    return atom.value if isinstance(atom, Literal) else env[atom]
+def _whole(split: Microbatches, env: Mapping[Value, Any], atom: Atom) -> Any:
+    return atom.value if isinstance(atom, Literal) else env[split.roles.alias.get(atom, atom)]
 
 
 def _run_whole(split: Microbatches, numbers: Sequence[int], env: dict[Value, Any]) -> None:
     for equation in _equations(split, numbers):
-        env.update(
-            zip(equation.outputs, bind_equation(equation, [_read(env, a) for a in equation.inputs]), strict=True)
-        )
+        operands = [_whole(split, env, a) for a in equation.inputs]
+        env.update(zip(equation.outputs, bind_equation(equation, operands), strict=True))
 
 
 def _run_part(split: Microbatches, m: Any, env: _Env, cuts: Mapping[tuple[Apply, int], Any]) -> None:
@@ -387,7 +386,7 @@ def _run_part(split: Microbatches, m: Any, env: _Env, cuts: Mapping[tuple[Apply,
             elif isinstance(atom, Literal):
                 operands.append(atom.value)
             elif isinstance(roles.of[atom], Whole) or (equation, k) in roles.ahead:
-                operands.append(env.whole[atom])
+                operands.append(env.whole[roles.alias.get(atom, atom)])
             else:
                 operands.append(env.part[atom])
         if equation in roles.generated and equation.name != "broadcast_in_dim":

@@ -22,7 +22,12 @@ MOST_TRIED = 6
 
 
 def split_batch(
-    fun: Callable[..., Any], avals: Sequence[Any], info: StepInfo, graph: Graph, count: int
+    fun: Callable[..., Any],
+    avals: Sequence[Any],
+    info: StepInfo,
+    graph: Graph,
+    count: int,
+    rewrite: Callable[[Graph], Graph] = lambda graph: graph,
 ) -> Microbatches:
     """A step split into microbatches.
 
@@ -30,8 +35,9 @@ def split_batch(
       fun: of flat arrays.
       avals: of its arguments.
       info: names and roles.
-      graph: the step, traced.
+      graph: the step, traced and rewritten.
       count: microbatches.
+      rewrite: what the trace of a microbatch goes through as well.
 
     Raises:
       MicrobatchError: there is no batch, it does not divide, or its examples are coupled.
@@ -58,7 +64,7 @@ def split_batch(
                 )
             )
         try:
-            small = trace(fun, [_smaller(a, batch.get(i), count) for i, a in enumerate(avals)])
+            small = rewrite(trace(fun, [_smaller(a, batch.get(i), count) for i, a in enumerate(avals)]))
             return split_step(graph, small, batch, count, [i for i in weights if i not in batch])
         except MicrobatchError as error:
             first = error if first is None or not isinstance(first, MicrobatchError) else first

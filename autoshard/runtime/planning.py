@@ -16,7 +16,7 @@ from autoshard import jax_compat
 from autoshard.cluster import Cluster, mesh_size
 from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
-from autoshard.passes import microbatched
+from autoshard.passes import Remat, forward_cuts, microbatched, run_passes
 from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
@@ -34,10 +34,32 @@ from autoshard.show import size_text
 MOST_CHOSEN = 64
 """Microbatches that are tried where a step does not fit; more are for the user to ask for. Ours."""
 
+MERGED = "remat=True: nothing is computed again, XLA's CPU compiler would merge it with the first time"
+"""Seen with jax 0.10.1 and jax.checkpoint as well: the same temporary memory with and without."""
+
 WORTH = 0.95
 """More microbatches are tried while twice as many need no more than this part of the memory. Ours."""
 
 OnEvent = Callable[[str, Any], None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a program comes from the step.
+
+    Attributes:
+      microbatches: into how many parts the batch is cut.
+      remat: whether parts of the forward pass are computed again.
+    """
+
+    microbatches: int = 1
+    remat: bool = False
+
+    def __str__(self) -> str:
+        cut = f"{self.microbatches} microbatches" if self.microbatches > 1 else ""
+        again = "recomputing" if self.remat else ""
+        return " and ".join(part for part in (cut, again) if part) or "as written"
 
 
 @runtime_checkable
@@ -119,8 +141,8 @@ def plan_call(
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
     programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
-    def make(count: int, memory_limit: int | None, suggest: bool) -> Plan:
-        prepared = programs.prepared(count)
+    def make(way: Way, memory_limit: int | None, suggest: bool) -> Plan:
+        prepared = programs.prepared(way)
         plan = search(
             prepared,
             info,
@@ -134,14 +156,19 @@ def plan_call(
             suggest=suggest,
         )
         compiler = functools.partial(compile_plan, prepared, target.cluster)
-        return dataclasses.replace(plan, microbatches=count, compiler=compiler)
+        return dataclasses.replace(plan, microbatches=way.microbatches, remat=way.remat, compiler=compiler)
+
+    merged = target.cluster.device(0).kind == "cpu"
+    asked = (options.microbatches, False if merged else options.remat)
 
     def choose(memory_limit: int | None) -> tuple[Plan, Graph]:
-        plan = choose_count(lambda count, suggest: make(count, memory_limit, suggest), options.microbatches)
-        return plan, programs.prepared(plan.microbatches)
+        plan = choose_way(lambda way, suggest: make(way, memory_limit, suggest), *asked)
+        if merged and options.remat:
+            plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
+        return plan, programs.prepared(way_of(plan))
 
-    plan = known_plan(programs.prepared, options.microbatches, info, target, library, name)
-    plan, prepared = choose(options.memory_limit) if plan is None else (plan, programs.prepared(plan.microbatches))
+    plan = known_plan(programs.prepared, asked, info, target, library, name)
+    plan, prepared = choose(options.memory_limit) if plan is None else (plan, programs.prepared(way_of(plan)))
     for i, spec in pins.items():
         pattern = next(p for p in options.pins or {} if matches(p, call.slashes[i]))
         check_pin(pattern, spec, call.slashes[i], shapes[i], dict(plan.mesh))
@@ -150,77 +177,116 @@ def plan_call(
     return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again)
 
 
+def way_of(plan: Plan) -> Way:
+    """How the plan's program comes from the step."""
+    return Way(plan.microbatches, plan.remat)
+
+
 @final
 class Programs:
-    """A step's prepared graphs, by the number of its microbatches."""
+    """A step's prepared graphs, by the way they are made."""
 
     def __init__(
         self, fun: Callable[[], Callable[..., Any]], call: Call, info: StepInfo, graph: Graph, on_event: OnEvent | None
     ) -> None:
         self._fun, self._call, self._info, self._graph, self._on_event = fun, call, info, graph, on_event
-        self._prepared: dict[int, Graph] = {}
+        self._prepared: dict[Way, Graph] = {}
 
-    def prepared(self, count: int) -> Graph:
-        """The graph that plans with this many microbatches speak of.
+    def prepared(self, way: Way) -> Graph:
+        """The graph that plans of this kind speak of.
 
         Raises:
-          MicrobatchError: there is none.
+          MicrobatchError: it cannot be cut like this.
+          ArgumentError: there is nothing to compute again.
         """
-        if count not in self._prepared:
-            graph = self._graph
-            if count > 1:
-                with _automatic_axes():
-                    split = split_batch(self._fun(), self._call.avals, self._info, graph, count)
-                    graph = microbatched(split)
-                if self._on_event is not None:
-                    self._on_event("microbatch", graph)
-            self._prepared[count] = prepare(graph, self._on_event)
-        return self._prepared[count]
+        if way not in self._prepared:
+            self._prepared[way] = prepare(self._make(way), self._on_event)
+        return self._prepared[way]
+
+    def _make(self, way: Way) -> Graph:
+        graph = self._graph
+        remat = Remat(forward_cuts(graph) if way.remat else ())
+        if way.remat and not remat.cuts:
+            raise ArgumentError(
+                explain(
+                    "remat=True for a step without a backward pass that keeps more than it would take to compute again",
+                    "a step with a gradient in it",
+                    "leave remat out",
+                )
+            )
+        if remat.cuts:
+            graph = run_passes(graph, [remat], self._on_event)
+        if way.microbatches > 1:
+            with _automatic_axes():
+                split = split_batch(self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply)
+                graph = microbatched(split)
+            if self._on_event is not None:
+                self._on_event("microbatch", graph)
+        return graph
 
 
-def choose_count(make: Callable[[int, bool], Plan], asked: int | None) -> Plan:
-    """The plan with the microbatches asked for, else with the fewest that fit: 1, 2, 4, ...
+def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool | None) -> Plan:
+    """The plan asked for; what is left open is as the step is written if that fits, else the quickest that does.
+
+    For 1, 2, 4, ... microbatches the step is planned as it is and recomputing, until one that does not recompute fits.
 
     Args:
-      make: plans a number of microbatches; with True its error says which larger cluster would do.
-      asked: None to choose.
+      make: plans one way; with True its error says which larger cluster would do.
+      count: microbatches asked for, None to choose.
+      remat: whether to recompute, None to choose.
 
     Raises:
       InfeasibleError: nothing fits; says what was tried.
-      MicrobatchError: what was asked for is not possible.
+      MicrobatchError, ArgumentError: what was asked for is not possible.
     """
-    if asked is not None:
-        return make(asked, True)
-    needs: dict[int, int] = {}
-    refused, first, count = "", "", 1
-    while count <= MOST_CHOSEN:
-        try:
-            plan = make(count, False)
-        except InfeasibleError as error:
-            first = first or str(error).splitlines()[0]
-            half = needs.get(count // 2)
-            needs[count] = -1 if error.need_bytes is None else error.need_bytes
-            if needs[count] < 0 or (half is not None and needs[count] > WORTH * half):
-                break
-        except MicrobatchError as error:
-            refused = f"; microbatches are no way out: {str(error).splitlines()[0]}"
+    if count is not None and remat is not None:
+        return make(Way(count, remat), True)
+    first = Way(count or 1, bool(remat))
+    needs: dict[Way, int] = {}
+    fitting: list[Plan] = []
+    refused, why, m = "", "", first.microbatches
+    while m <= MOST_CHOSEN:
+        least = min(needs.values(), default=None)
+        for recompute in (False, True) if remat is None else (remat,):
+            way = Way(m, recompute)
+            try:
+                plan = make(way, False)
+            except InfeasibleError as error:
+                why = why or str(error).splitlines()[0]
+                if error.need_bytes is not None:
+                    needs[way] = error.need_bytes
+            except (MicrobatchError, ArgumentError) as error:
+                if way == first:
+                    raise
+                refused = refused or f"; {str(error).splitlines()[0]}"
+            else:
+                if way == first:
+                    return plan
+                fitting.append(plan)
+                if not recompute:
+                    break
+        done = any(not plan.remat for plan in fitting) or count is not None
+        stuck = least is not None and min(needs.values()) > WORTH * least
+        if done or stuck or not needs:
             break
-        else:
-            line = (f"{count} microbatches: with fewer {first}",) if count > 1 else ()
-            return dataclasses.replace(plan, why=(*plan.why, *line))
-        count *= 2
+        m *= 2
+    if fitting:
+        plan = min(fitting, key=lambda p: p.time_s)
+        others = ", ".join(f"{w} {size_text(n)}" for w, n in needs.items())
+        line = f"{way_of(plan)}: {why} (needed at least: {others})"
+        return dataclasses.replace(plan, why=(*plan.why, line))
     if len(needs) > 1:
-        listed = ", ".join(f"{m}: {size_text(n)}" for m, n in needs.items() if m > 1 and n > 0)
-        refused = f"; nor does it with microbatches ({listed}){refused}"
+        listed = ", ".join(f"{w}: {size_text(n)}" for w, n in needs.items() if w != first)
+        refused = f"; nor does it otherwise ({listed}){refused}"
     try:
-        return make(1, True)
+        return make(first, True)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{refused}", error.need_bytes) from error
 
 
 def known_plan(
-    prepared: Callable[[int], Graph],
-    count: int | None,
+    prepared: Callable[[Way], Graph],
+    asked: tuple[int | None, bool | None],
     info: StepInfo,
     target: Target,
     library: Library,
@@ -229,8 +295,8 @@ def known_plan(
     """A plan of the same program for the same devices, None if it has to be searched.
 
     Args:
-      prepared: the program by its number of microbatches.
-      count: microbatches asked for, None for any.
+      prepared: the program by the way it is made.
+      asked: microbatches and recomputing asked for, None for any.
       info: names and roles.
       target: the devices.
       library: plans to use again.
@@ -241,13 +307,14 @@ def known_plan(
     """
     if not library.made and not library.loaded:
         return None
+    count, remat = asked
 
     def belongs(plan: Plan) -> bool:
-        if count is not None and plan.microbatches != count:
+        if count not in (None, plan.microbatches) or remat not in (None, plan.remat):
             return False
         try:
-            return plan.fingerprint == fingerprint(prepared(plan.microbatches))
-        except MicrobatchError:
+            return plan.fingerprint == fingerprint(prepared(way_of(plan)))
+        except (MicrobatchError, ArgumentError):
             return False
 
     for each in library.made:
@@ -259,11 +326,11 @@ def known_plan(
     fitting = [plan for plan in library.loaded if belongs(plan)]
     if not fitting:
         last = library.loaded[-1]
-        parts = f" in {last.microbatches} microbatches" if last.microbatches > 1 else ""
+        made = f" ({way_of(last)})" if way_of(last) != Way() else ""
         raise PlanError(
             explain(
-                f"the loaded plan is of program {last.fingerprint}{parts}, "
-                f"{name} called this way is {fingerprint(prepared(count or 1))}",
+                f"the loaded plan is of program {last.fingerprint}{made}, "
+                f"{name} called this way is {fingerprint(prepared(Way(count or 1, bool(remat))))}",
                 "a plan of this step with these shapes, dtypes and static arguments, made with this JAX version",
                 "plan again with .plan(...), or .clear_cache() to forget the loaded plan",
             )

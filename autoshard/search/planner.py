@@ -21,6 +21,7 @@ from autoshard.costmodel import (
     fresh_pages_s,
     materialized,
     peak_memory,
+    stored_anywhere,
 )
 from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
@@ -75,7 +76,8 @@ class Task:
     """What every mesh is planned for.
 
     Attributes:
-      graph: the prepared graph; ops: its ops; written: values that go through memory; lives: when.
+      graph: the prepared graph; ops: its ops; written: values that go through memory; stored: those in
+        bodies too; lives: when.
       donated: (input, output) pairs in one buffer.
       info: names and roles; state: values of state arguments; pins: fixed specs.
       limit: most bytes on a device.
@@ -85,6 +87,7 @@ class Task:
     graph: Graph
     ops: Ops
     written: frozenset[Value]
+    stored: frozenset[Value]
     lives: Lives
     donated: tuple[tuple[int, int], ...]
     info: StepInfo
@@ -244,7 +247,7 @@ def plan_mesh(
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
-    pricer = Pricer(cluster, mesh, task.written.__contains__, task.kernels)
+    pricer = Pricer(cluster, mesh, task.stored.__contains__, task.kernels)
     model = build_model(task.ops, mesh, task.pins, tie, task.written)
     ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)
@@ -394,7 +397,7 @@ def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, de
     state = frozenset(graph.inputs[i] for i, _ in info.pairs)
     fixed = {graph.inputs[i]: spec for i, spec in pins.items()}
     kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
-    return Task(graph, ops, written, lives, donated, info, state, fixed, limit, kernels)
+    return Task(graph, ops, written, stored_anywhere(graph), lives, donated, info, state, fixed, limit, kernels)
 
 
 def _check_mesh(mesh: MeshShape, cluster: Cluster) -> None:

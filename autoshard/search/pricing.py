@@ -25,6 +25,7 @@ from autoshard.costmodel import (
     path_collectives,
     peak_memory,
     reshard_path,
+    stored_anywhere,
     work_time_s,
 )
 from autoshard.ir import Atom, FactorKind, Graph, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
@@ -270,9 +271,8 @@ def step_compute(
     """
     device = cluster.device(0)
     kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
-    stored = materialized(graph).__contains__
-    written = stored if device.kind == "gpu" else None
-    pricer = Pricer(cluster, (), stored, kernels)
+    written = materialized(graph).__contains__ if device.kind == "gpu" else None
+    pricer = Pricer(cluster, (), stored_anywhere(graph).__contains__, kernels)
     for op in list_ops(graph).ops:
         if op.kind is not OpKind.APPLY or op.equation is None:
             continue

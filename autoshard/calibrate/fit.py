@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 from autoshard.cluster import GroupLinks, Link
-from autoshard.costmodel import CollectiveKind, collective_time_s
+from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, collective_time_s
 
 HUBER = 0.1
 """Errors above this count in proportion. Nominal: what a good measurement scatters by."""
@@ -45,8 +45,7 @@ def rising(timed: Sequence[Timed]) -> list[Timed]:
     the scheduler, now and then several milliseconds.
     """
     found: list[Timed] = []
-    kinds = dict.fromkeys(k for k, _, _ in timed)
-    for kind in kinds:
+    for kind in COLLECTIVE_KINDS:
         pools: list[tuple[float, list[float]]] = []
         for nbytes, seconds in sorted((n, t) for k, n, t in timed if k == kind):
             pools.append((math.log(seconds), [nbytes]))
@@ -55,7 +54,7 @@ def rising(timed: Sequence[Timed]) -> list[Timed]:
                 pools[-2:] = [((a * len(first) + b * len(second)) / (len(first) + len(second)), first + second)]
         for mean, sizes in pools:
             for nbytes in sizes:
-                found.append((kind, nbytes, math.exp(mean)))  # noqa: PERF401  # the list's type gives the tuple's
+                found.append((kind, nbytes, math.exp(mean)))
     return found
 
 

@@ -75,6 +75,9 @@ from .roofline import local_work as local_work
 from .roofline import matrix_occupancy as matrix_occupancy
 from .roofline import time_s as time_s
 from .roofline import work_time_s as work_time_s
+from .schedule_tasks import RankLink as RankLink
+from .schedule_tasks import bubble_share as bubble_share
+from .schedule_tasks import schedule_tasks as schedule_tasks
 from .simulator import Change as Change
 from .simulator import Simulation as Simulation
 from .simulator import simulate as simulate

@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 from autoshard.errors import ArgumentError, explain
 from autoshard.schedules.table import Action, Kind, Schedule
@@ -106,6 +106,7 @@ def send_priority(action: Action, stages: int) -> int:
     return action.microbatch * 2 * stages + turn
 
 
+@runtime_checkable
 class Picker(Protocol):
     """Decides what an idle rank does."""
 

@@ -215,6 +215,22 @@ def test_one_example_that_is_special_is_refused() -> None:
         autoshard(step, devices=eager_cluster(), mesh=(8,), microbatches=2).plan(weights, x)
 
 
+@pytest.mark.parametrize("kind", ["power", "loop"])
+def test_what_depends_on_the_number_of_examples_is_not_cut(kind: str) -> None:
+    """The batch's size as an exponent, and as a trip count: a microbatch's own would be another function."""
+
+    def step(w: Any, x: Any) -> Any:
+        if kind == "power":
+            y = (x @ w) ** x.shape[0]
+        else:
+            y, _ = jax.lax.scan(lambda h, _: (h * 0.9, None), x @ w, None, length=x.shape[0])
+        return w - jnp.mean(y), jnp.mean(y)
+
+    weights, x = np.ones((8, 8), "f4"), np.ones((8, 8), "f4")
+    with pytest.raises(MicrobatchError, match="integer_pow .* has another y" if kind == "power" else "scan at"):
+        autoshard(step, devices=eager_cluster(), mesh=(8,), microbatches=2).plan(weights, x)
+
+
 def test_no_batch() -> None:
     with pytest.raises(MicrobatchError, match="no argument beside the state"):
         autoshard(lambda w: w - 0.5, devices=eager_cluster(), mesh=(8,), microbatches=2).plan(np.ones((8, 8), "f4"))

@@ -168,6 +168,8 @@ class _Propagation:
     def _equation(self, equation: Apply, part: Any) -> Sequence[Role]:
         roles = [self.roles.role(atom) for atom in equation.inputs]
         if any(isinstance(role, Batched) for role in roles):
+            if equation.name == "scan" and equation.params["length"] != part.params["length"]:
+                return self._couple(equation, "it runs once for each example")
             return self._batched(equation, roles)
         if any(isinstance(role, Complete) for role in roles):
             return [COMPLETE] * len(equation.outputs)

@@ -31,6 +31,10 @@ MOST_AFTER = 0.1
 """Part of the work on examples that may be left for after the microbatches: a metric, not a layer. Ours."""
 
 
+SIZES = frozenset({"length", "size", "axis_size", "dimension", "feature_group_count", "batch_group_count"})
+"""Parameters of one whole number that say how large something is; tuples of them (shapes, limits) all do."""
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatches:
@@ -221,7 +225,7 @@ def check_traces(graph: Graph, small: Graph) -> None:
         )
 
 
-def _difference(graph: Graph, small: Graph) -> str | None:
+def _difference(graph: Graph, small: Graph, sizes: frozenset[str] = SIZES) -> str | None:
     if len(graph.equations) != len(small.equations):
         return f"{len(small.equations)} equations instead of {len(graph.equations)}"
     known: dict[Value, Value] = dict(zip(graph.inputs, small.inputs, strict=True))
@@ -240,11 +244,11 @@ def _difference(graph: Graph, small: Graph) -> str | None:
             if len(a.shape) != len(b.shape) or a.dtype != b.dtype:
                 return f"{where} has a {b.aval.str_short()} where it had a {a.aval.str_short()}"
         for inner, other in zip(equation.graphs, part.graphs, strict=True):
-            found = _difference(inner, other)
+            found = _difference(inner, other, SIZES - {"length"})  # a loop in a loop is not looked at again
             if found is not None:
                 return found
         if isinstance(equation, Apply) and isinstance(part, Apply):
-            name = _other_param(equation.params, part.params)
+            name = _other_param(equation.params, part.params, sizes)
             if name is not None:
                 return f"{where} has another {name}"
         known.update(zip(equation.outputs, part.outputs, strict=True))
@@ -254,15 +258,14 @@ def _difference(graph: Graph, small: Graph) -> str | None:
     return None
 
 
-def _other_param(params: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """A parameter that is another number or word; sizes are whole numbers, and may differ."""
+def _other_param(params: Mapping[str, Any], others: Mapping[str, Any], sizes: frozenset[str]) -> str | None:
+    """A parameter that is another number or word; sizes may differ."""
     for name, value in params.items():
         other = others.get(name)
-        if (
-            isinstance(value, float | complex | str | bool)
-            and value != other
-            and not (value != value and other != other)
-        ):
+        if isinstance(value, int) and not isinstance(value, bool) and name in sizes:
+            continue
+        both_nan = value != value and other != other
+        if isinstance(value, float | complex | str | bool | int) and value != other and not both_nan:
             return name
     return None
 

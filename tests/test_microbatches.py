@@ -116,14 +116,13 @@ def test_a_step_that_does_not_fit_is_cut() -> None:
     arguments = wide_arguments()
     whole = limited(None).plan(*arguments)
     assert whole.microbatches == 1
-    least = min(limited(None, microbatches=m).plan(*arguments).memory.peak_bytes for m in (2, 4, 8))
-    assert least < 0.8 * whole.memory.peak_bytes
+    limit = int(0.7 * whole.memory.peak_bytes)
     with pytest.raises(InfeasibleError):
-        limited(least, microbatches=1, remat=False).plan(*arguments)
-    step = limited(int(1.05 * least), remat=False)
+        limited(limit, microbatches=1).plan(*arguments)
+    step = limited(limit)
     plan = step.plan(*arguments)
     assert plan.microbatches > 1
-    assert plan.memory.peak_bytes <= 1.05 * least
+    assert plan.memory.peak_bytes <= limit
     assert any(line.startswith(f"{plan.microbatches} microbatches: ") for line in plan.why)
     assert f"{plan.microbatches} microbatches, " in str(plan)
     mine, plain = step(*arguments), jax.jit(wide_step)(*arguments)
@@ -131,7 +130,7 @@ def test_a_step_that_does_not_fit_is_cut() -> None:
 
 
 def test_what_never_fits_says_that_microbatches_do_not_help() -> None:
-    with pytest.raises(InfeasibleError, match=r"nor does it otherwise \(recomputing: .*, 2 microbatches: "):
+    with pytest.raises(InfeasibleError, match=r"nor does it otherwise \(2 microbatches: .*, 4 microbatches: "):
         limited(1000).plan(*wide_arguments())
 
 

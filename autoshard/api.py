@@ -40,6 +40,7 @@ from autoshard.runtime import (
     Planned,
     bind,
     build,
+    build_pipeline,
     check_options,
     emit,
     find_target,
@@ -207,10 +208,12 @@ class Step:
 
         def make(planned: Planned) -> Compiled:
             mesh = running_mesh(planned.target, planned.plan.mesh)
+            if planned.staged is not None:
+                return build_pipeline(planned, planned.staged, mesh, self.__name__, dumper)[0]
             return build(planned, mesh, emit(planned.graph, planned.plan, mesh, dumper), self.__name__)
 
-        compiled = fitting(planned, make)
-        if dumper is not None:
+        compiled = make(planned) if planned.staged is not None else fitting(planned, make)
+        if dumper is not None and planned.staged is None:
             dumper("stablehlo-before", lower_plain(self.__wrapped__, planned).as_text())
             dumper("stablehlo-after", compiled.lower(structs_of(planned.avals), None).as_text())
         self._planned[key] = compiled.planned
@@ -402,6 +405,8 @@ def autoshard(
     mesh: Any = None,
     devices: Any = "auto",
     pins: Any = None,
+    stages: Any = None,
+    schedule: Any = None,
     microbatches: Any = None,
     remat: Any = None,
     static_argnums: Any = None,
@@ -426,8 +431,12 @@ def autoshard(
         (axes of either type).
       devices: "auto" (JAX's devices), a preset such as "h100x8", a `DeviceSpec`, a `Cluster`, or a cluster file.
       pins: shardings kept as they are, by path pattern: {"**/mlp/**/kernel": PartitionSpec(None, "model")}.
+      stages: into how many stages the step is cut, to run as a pipeline on as many parts of the devices; `mesh` is then
+        the mesh of one stage (a `jax.sharding.Mesh` has the stages as its first axis). None: 1.
+      schedule: of a pipeline: "1f1b" (None), "gpipe", "eager-1f1b", an `autoshard.schedules.Schedule`, or a table.
       microbatches: into how many parts the batch is cut; gradients and metrics are summed over them, and the step
-        computes what it computes whole. None: 1, or the fewest with which it fits the memory.
+        computes what it computes whole. None: 1, or the fewest with which it fits the memory; of a pipeline 4 a
+        stage, or 2 or 1 where the batch does not divide.
       remat: whether the backward pass computes parts of the forward pass again instead of keeping them. None: where the
         step does not fit the memory otherwise.
       static_argnums: positions of static arguments.
@@ -439,7 +448,7 @@ def autoshard(
       seed: of the search.
       dump_dir: a folder for the IR after each pass; also the environment variable AUTOSHARD_DUMP_DIR.
       plan: a plan made before, or its JSON file, used instead of a search.
-      **later: stages, schedule, sync, period, delay, merge, warmup_steps: not available yet, only
+      **later: sync, period, delay, merge, warmup_steps: not available yet, only
         None and the values of a step on one mesh are taken.
 
     Raises:
@@ -452,6 +461,8 @@ def autoshard(
         mesh=mesh,
         devices=devices,
         pins=pins,
+        stages=stages,
+        schedule=schedule,
         microbatches=microbatches,
         remat=remat,
         memory_limit=memory_limit,

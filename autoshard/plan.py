@@ -19,7 +19,7 @@ from autoshard.timeline import NO_TIMELINE, Lane, MemoryCurve, OperatorCost, Spa
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON form."""
 
 
@@ -153,8 +153,36 @@ class Argument:
 
 @final
 @dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The stages of a pipelined step and the order in which they work.
+
+    Attributes:
+      schedule: its name.
+      placement: the rank that holds each stage.
+      rows: for each rank its actions in order (`autoshard.schedules.read_schedule`).
+      cuts: numbers of the forward equations that begin a stage; one less than stages.
+      devices: on each rank.
+      stages: the plan of each stage, for its own program (`autoshard.passes.stage_graphs`) on its rank's devices; their
+        times and memory are those of a step without waiting.
+      forward_s, backward_s: for each stage, seconds of one microbatch.
+      held: for each stage, the most microbatches whose activations it holds.
+    """
+
+    schedule: str
+    placement: tuple[int, ...]
+    rows: tuple[str, ...]
+    cuts: tuple[int, ...]
+    devices: int
+    stages: tuple[Plan, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    held: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """How one step runs on one mesh.
+    """How one step runs on one mesh, or on a mesh for each stage of a pipeline.
 
     Attributes:
       fingerprint: of the program the plan belongs to.
@@ -175,6 +203,8 @@ class Plan:
       timeline: the simulated step.
       microbatches: into how many parts the batch is cut; the program the plan belongs to has the loop over them.
       remat: whether the program computes parts of its forward pass again.
+      pipeline: stages and schedule, None for one mesh; the mesh then has the stages as its first axis, shardings of
+        values stand in the stages' plans, and those of arguments and results speak of the mesh of their own stage.
       compiler: compiles the program the plan was made for; not saved, None for a plan read from a file.
     """
 
@@ -202,6 +232,7 @@ class Plan:
     timeline: Timeline = NO_TIMELINE
     microbatches: int = 1
     remat: bool = False
+    pipeline: PipelinePlan | None = None
     compiler: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -221,6 +252,7 @@ class Plan:
           PlanError: the graph is not the one the plan was made for.
         """
         check_fingerprint(self, graph)
+        assert self.pipeline is None, "the decisions of a pipeline are those of its stages"
         values = dict(_known(self, graph_values(graph), self.values))
         operands = dict(_known(self, graph_operands(graph), self.operands))
         outputs = dict(_known(self, graph_outputs(graph), self.output_ids))
@@ -362,6 +394,10 @@ def _decode_plan(text: str) -> Plan:
     raw = cast("dict[str, Any]", found)
     if raw.pop("format") != FORMAT:
         raise PlanError(explain("a plan of another format", f"format {FORMAT}", "plan again with this version"))
+    return _plan_of(raw, todo)
+
+
+def _plan_of(raw: dict[str, Any], todo: str) -> Plan:
     names = {f.name for f in fields(Plan)} - {"compiler"}
     wrong = sorted(set(raw) ^ names)
     if wrong:
@@ -377,6 +413,11 @@ def _decode_plan(text: str) -> Plan:
             ("alternatives", Alternative),
         ):
             made[name] = _rows(kind, raw[name])
+        pipeline = raw["pipeline"]
+        if pipeline is not None:
+            stages = tuple(_plan_of(stage, todo) for stage in pipeline["stages"])
+            known = {k: _tuples(v) for k, v in pipeline.items() if k != "stages"}
+            made["pipeline"] = PipelinePlan(stages=stages, **known)
         times = raw["timeline"]
         made["timeline"] = Timeline(
             _rows(Lane, times["lanes"]),

@@ -39,7 +39,11 @@ from .spec import partition_spec as partition_spec
 from .spec import replicated as replicated
 from .spec import spec_axes as spec_axes
 from .spec import spec_of as spec_of
+from .splice import renamed as renamed
+from .splice import scan_equation as scan_equation
+from .splice import splice as splice
 from .step import StepInfo as StepInfo
+from .step import output_flow as output_flow
 from .step import state_groups as state_groups
 from .trace import from_jaxpr as from_jaxpr
 from .trace import trace as trace

@@ -3,6 +3,8 @@
 from .batch_roles import Axis as Axis
 from .constrain import Constrain as Constrain
 from .duplicate_cheap import DuplicateCheap as DuplicateCheap
+from .loop_step import LoopStep as LoopStep
+from .loop_step import loop_step as loop_step
 from .microbatch import Microbatches as Microbatches
 from .microbatch import accumulate as accumulate
 from .microbatch import microbatched as microbatched
@@ -11,3 +13,17 @@ from .pipeline import Pass as Pass
 from .pipeline import run_passes as run_passes
 from .remat import Remat as Remat
 from .remat import forward_cuts as forward_cuts
+from .stage_cut import Cut as Cut
+from .stage_cut import cut_stages as cut_stages
+from .stage_cut import equation_kinds as equation_kinds
+from .stage_graphs import BACKWARD as BACKWARD
+from .stage_graphs import FORWARD as FORWARD
+from .stage_graphs import Part as Part
+from .stage_graphs import Phase as Phase
+from .stage_graphs import StageGraph as StageGraph
+from .stage_graphs import Stages as Stages
+from .stage_graphs import stage_graphs as stage_graphs
+from .stage_programs import StageProgram as StageProgram
+from .stage_programs import StagePrograms as StagePrograms
+from .stage_programs import body_phases as body_phases
+from .stage_programs import stage_programs as stage_programs

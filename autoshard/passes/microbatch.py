@@ -276,12 +276,13 @@ def with_literals(small: Graph, graph: Graph) -> Graph:
     for part, equation in zip(small.equations, graph.equations, strict=True):
         assert isinstance(part, Apply), "steps are split before shardings"
         assert isinstance(equation, Apply), "steps are split before shardings"
-        equations.append(_small_equation(part, equation))
+        equations.append(small_equation(part, equation))
     outputs = tuple(b if isinstance(b, Literal) else a for a, b in zip(small.outputs, graph.outputs, strict=True))
     return Graph(small.inputs, small.constants, tuple(equations), outputs, small.effects)
 
 
-def _small_equation(part: Apply, equation: Apply) -> Apply:
+def small_equation(part: Apply, equation: Apply) -> Apply:
+    """The equation of a microbatch with the literals of the one of all examples."""
     inputs = tuple(b if isinstance(b, Literal) else a for a, b in zip(part.inputs, equation.inputs, strict=True))
     graphs = tuple(with_literals(a, b) for a, b in zip(part.graphs, equation.graphs, strict=True))
     return Apply(part.primitive, inputs, part.outputs, part.params, graphs, part.effects, part.context, equation.place)
@@ -395,10 +396,10 @@ def _run_part(split: Microbatches, m: Any, env: _Env, cuts: Mapping[tuple[Apply,
         if equation in roles.generated and equation.name != "broadcast_in_dim":
             made = bind_equation(equation, operands)
             results = [
-                _take(x, _axis_of(roles.of[v]), split.count, m) for x, v in zip(made, equation.outputs, strict=True)
+                take_part(x, _axis_of(roles.of[v]), split.count, m) for x, v in zip(made, equation.outputs, strict=True)
             ]
         else:
-            results = bind_equation(_small_equation(part, equation), operands)
+            results = bind_equation(small_equation(part, equation), operands)
         env.part.update(zip(equation.outputs, results, strict=True))
 
 
@@ -407,7 +408,7 @@ def _axis_of(role: Role) -> Axis:
     return role.axis
 
 
-def _take(x: Any, axis: Axis, count: int, m: Any) -> Any:
+def take_part(x: Any, axis: Axis, count: int, m: Any) -> Any:
     """Microbatch m's part."""
     d, n = axis.dim, x.shape[axis.dim]
     split = x.reshape(*x.shape[:d], n // (count * axis.inner), count, axis.inner, *x.shape[d + 1 :])
@@ -415,7 +416,7 @@ def _take(x: Any, axis: Axis, count: int, m: Any) -> Any:
     return mine.reshape(*x.shape[:d], n // count, *x.shape[d + 1 :])
 
 
-def _accumulator(dtype: Any) -> Any:
+def accumulator(dtype: Any) -> Any:
     """Half precision is summed in single."""
     return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
@@ -423,11 +424,12 @@ def _accumulator(dtype: Any) -> Any:
 def _start(split: Microbatches, value: Value) -> Any:
     role = split.roles.of[value]
     assert isinstance(role, Partial), "only partial values are summed"
-    dtype = _accumulator(value.dtype)
-    return jnp.full(value.shape, _identity(role.reducer, dtype), dtype)
+    dtype = accumulator(value.dtype)
+    return jnp.full(value.shape, identity(role.reducer, dtype), dtype)
 
 
-def _identity(reducer: str, dtype: Any) -> Any:
+def identity(reducer: str, dtype: Any) -> Any:
+    """What a reduction starts from."""
     if reducer in ("add", "or"):
         return np.zeros((), dtype)
     if reducer in ("mul", "and"):
@@ -441,8 +443,13 @@ def _identity(reducer: str, dtype: Any) -> Any:
 def _combine(split: Microbatches, value: Value, total: Any, found: Any) -> Any:
     role = split.roles.of[value]
     assert isinstance(role, Partial), "only partial values are summed"
+    return combine(role.reducer, total, found)
+
+
+def combine(reducer: str, total: Any, found: Any) -> Any:
+    """The total with one more part."""
     found = found.astype(total.dtype)
-    match role.reducer:
+    match reducer:
         case "add":
             return total + found
         case "mul":

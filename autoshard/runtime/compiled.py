@@ -24,6 +24,7 @@ from autoshard.runtime import nnx_objects
 from autoshard.runtime.arguments import ArrayLeaf, NewSignature, ObjectLeaf, Static, Template
 from autoshard.runtime.outputs import FlatFunction, Outputs
 from autoshard.runtime.pjit import shardings
+from autoshard.runtime.stage_planning import Staged
 from autoshard.runtime.target import Target, is_explicit
 
 RunFlat = Callable[[Sequence[Any], Any], Any]
@@ -42,6 +43,7 @@ class Planned:
       plan: made for it.
       target: where it was planned for.
       again: plans it for another memory limit, in bytes, and gives the graph too; None where the user gave the plan.
+      staged: of a pipeline, its stages.
     """
 
     template: Template
@@ -53,6 +55,7 @@ class Planned:
     plan: Plan
     target: Target
     again: Callable[[int], tuple[Plan, Graph]] | None = None
+    staged: Staged | None = None
 
 
 @final

@@ -8,14 +8,15 @@ them back into the random bits and zeros that make them (google/flax#3701, googl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.runtime.arguments import Call, bind
 from autoshard.runtime.compiled import Compiled, structs_of
-from autoshard.runtime.outputs import FlatFunction
+from autoshard.runtime.outputs import FlatFunction, Outputs
 from autoshard.runtime.parameters import read_parameters
 from autoshard.runtime.place import check_rest, match_parts
 
@@ -34,15 +35,38 @@ def initialise(
       ArgumentError: arrays of some size that no planned step takes.
     """
     program, call = init_program(make_state, args, kwargs, compiled)
-    made = program(*call.flat)
-    outputs = program.__wrapped__.outputs
-    assert outputs is not None, "tracing fills in the outputs"
-    return outputs.rebuild(made, call.references)
+    return program.outputs.rebuild(program(*call.flat), call.references)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class InitProgram:
+    """What makes the state: a program for each mesh that holds part of it.
+
+    Attributes:
+      outputs: what the flat results stand for.
+      parts: (positions of the results, program that makes them).
+    """
+
+    outputs: Outputs
+    parts: tuple[tuple[tuple[int, ...], Any], ...]
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """All flat results."""
+        found: dict[int, Any] = {}
+        for positions, program in self.parts:
+            found.update(zip(positions, program(*flat), strict=True))
+        return [found[i] for i in range(len(found))]
+
+    def lower(self, *flat: Any) -> Any:
+        """The program of one mesh, lowered."""
+        ((_, program),) = self.parts
+        return program.lower(*flat)
 
 
 def init_program(
     make_state: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], compiled: Sequence[Compiled]
-) -> tuple[Any, Call]:
+) -> tuple[InitProgram, Call]:
     """(program over flat arrays whose results leave it sharded, its call); arguments as of `initialise`."""
     call = bind(read_parameters(make_state, None, None, None), args, kwargs)
     flat_function = FlatFunction(make_state, call.template, call.slashes)
@@ -57,4 +81,21 @@ def init_program(
     whole = NamedSharding(compiled[best].mesh, PartitionSpec())
     inputs, matched = compiled[best].inputs, found[best]
     shardings = [inputs[matched[i]] if i in matched else whole for i in range(len(paths))]
-    return jax.jit(flat_function, out_shardings=[*[whole] * hidden, *shardings]), call
+    places = [*[whole] * hidden, *shardings]
+    parts: dict[Any, list[int]] = {}
+    for i, place in enumerate(places):
+        parts.setdefault(place.mesh, []).append(i)
+    programs = tuple((tuple(mine), _part(flat_function, mine, places)) for mine in parts.values())
+    return InitProgram(outputs, programs), call
+
+
+def _part(fun: Callable[..., Sequence[Any]], positions: Sequence[int], places: Sequence[NamedSharding]) -> Any:
+    """A program for some of a function's results."""
+    if len(positions) == len(places):
+        return jax.jit(fun, out_shardings=list(places))
+
+    def some(*flat: Any) -> list[Any]:
+        every = fun(*flat)
+        return [every[i] for i in positions]
+
+    return jax.jit(some, out_shardings=[places[i] for i in positions])

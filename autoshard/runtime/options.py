@@ -25,15 +25,13 @@ UNITS = {"": 1, "B": 1} | {
 """Units of memory, SI and binary."""
 
 ONE_MESH: Mapping[str, tuple[Any, ...]] = {
-    "stages": (1,),
-    "schedule": (),
     "sync": (True, "step"),
     "period": (1,),
     "delay": (0,),
     "merge": (False,),
     "warmup_steps": (0,),
 }
-"""Options of pipelines and delayed averaging, with the values (beside None) that say "on one mesh, as written"."""
+"""Options of delayed averaging, with the values (beside None) that say "on one mesh, as written"."""
 
 
 @final
@@ -45,6 +43,8 @@ class Options:
       mesh: a JAX mesh, named sizes, or None to choose.
       devices: as `autoshard.cluster.resolve_cluster` takes it.
       pins: path patterns to partition specs.
+      stages: of a pipeline, None or 1 for one mesh.
+      schedule: of a pipeline: a name, a table or a `Schedule`; None to choose.
       microbatches: into how many parts the batch is cut, None to choose.
       remat: whether parts of the forward pass are computed again, None to choose.
       memory_limit: bytes a device may hold.
@@ -56,6 +56,8 @@ class Options:
     mesh: jax.sharding.Mesh | MeshShape | None
     devices: Any
     pins: Pins | None
+    stages: int | None
+    schedule: Any
     microbatches: int | None
     remat: bool | None
     memory_limit: int | None
@@ -69,6 +71,8 @@ def check_options(
     mesh: Any,
     devices: Any,
     pins: Any,
+    stages: Any,
+    schedule: Any,
     microbatches: Any,
     remat: Any,
     memory_limit: Any,
@@ -91,7 +95,9 @@ def check_options(
         mesh=check_mesh_option(mesh),
         devices=devices,
         pins=check_pins(pins),
-        microbatches=_check_microbatches(microbatches),
+        stages=_check_count("stages", stages),
+        schedule=_check_schedule(schedule, stages),
+        microbatches=_check_count("microbatches", microbatches),
         remat=_check_remat(remat),
         memory_limit=parse_memory(memory_limit),
         budget_s=_check_budget(budget),
@@ -170,14 +176,22 @@ def parse_memory(limit: Any) -> int | None:
     return int(found)
 
 
-def _check_microbatches(count: Any) -> int | None:
+def _check_count(name: str, count: Any) -> int | None:
     if count is None:
         return None
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ArgumentError(
-            explain(f"microbatches={count!r}", "an int of at least 1, or None to choose", "give one, or leave it out")
+            explain(f"{name}={count!r}", "an int of at least 1, or None to choose", "give one, or leave it out")
         )
     return count
+
+
+def _check_schedule(schedule: Any, stages: Any) -> Any:
+    if schedule is not None and stages in (None, 1):
+        raise ArgumentError(
+            explain(f"schedule={schedule!r} without stages", "a number of stages above 1 beside it", "give stages=")
+        )
+    return schedule
 
 
 def _check_remat(remat: Any) -> bool | None:

@@ -115,7 +115,7 @@ def place(compiled: Compiled, values: Sequence[Any]) -> list[Any]:
         check_rest(found.slashes, avals, matched, compiled)
         whole = jax.sharding.NamedSharding(compiled.mesh, jax.sharding.PartitionSpec())
         moved = [
-            move(x, compiled.inputs[matched[i]] if i in matched else whole, found.paths[i])
+            move(x, compiled.inputs[matched[i]] if i in matched else whole, found.paths[i], compiled.mesh)
             for i, x in enumerate(found.flat)
         ]
         result.append(_refill(found, moved))

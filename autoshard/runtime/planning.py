@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -16,18 +16,20 @@ from autoshard import jax_compat
 from autoshard.cluster import Cluster, mesh_size
 from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
-from autoshard.passes import Remat, forward_cuts, microbatched, run_passes
+from autoshard.passes import Microbatches, Remat, forward_cuts, microbatched, run_passes
 from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
 from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.options import Options
-from autoshard.runtime.outputs import FlatFunction
+from autoshard.runtime.outputs import FlatFunction, Outputs
 from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
+from autoshard.runtime.stage_planning import plan_stages, restage, stage_devices
 from autoshard.runtime.target import Target, is_explicit
+from autoshard.schedules import Schedule
 from autoshard.search import collection_paused, make_plan, prepare
 from autoshard.show import size_text
 
@@ -141,6 +143,9 @@ def plan_call(
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
     programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
+    if (options.stages or 1) > 1 or any(plan.pipeline is not None for plan in library.loaded):
+        return _plan_pipeline(programs, call, outputs, info, options, pins, target, library, search, on_event, name)
+
     def make(way: Way, memory_limit: int | None, suggest: bool) -> Plan:
         prepared = programs.prepared(way)
         plan = search(
@@ -177,6 +182,55 @@ def plan_call(
     return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again)
 
 
+def _plan_pipeline(
+    programs: Programs,
+    call: Call,
+    outputs: Outputs,
+    info: StepInfo,
+    options: Options,
+    pins: Mapping[int, Spec],
+    target: Target,
+    library: Library,
+    search: MakePlan,
+    on_event: OnEvent | None,
+    name: str,
+) -> Planned:
+    """A step as a pipeline: planned, or as a loaded plan says."""
+    remat = bool(options.remat) and target.cluster.device(0).kind != "cpu"
+    if library.loaded:
+        asked = (options.microbatches, options.remat)
+        plan = known_plan(programs.prepared, asked, info, target, library, name)
+        assert plan is not None, "loaded plans are used or refused"
+        way = way_of(plan)
+        if plan.pipeline is not None:
+            staged = restage(plan, programs.split(way), info)
+            return Planned(
+                call.template, call.avals, call.paths, outputs, info, programs.prepared(way), plan, target, None, staged
+            )
+        prepared = programs.prepared(way)
+        plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
+        return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target)
+    stages = options.stages or 1
+    if not isinstance(options.schedule, Schedule):
+        stage_devices(target.cluster, stages)
+    tried = [options.microbatches] if options.microbatches else [4 * stages, 2 * stages, stages]
+    for count in tried:
+        way = Way(count, remat)
+        try:
+            split = programs.split(way)
+        except MicrobatchError:
+            if count == tried[-1]:
+                raise
+            continue
+        plan, staged = plan_stages(split, programs.prepared(way), info, options, pins, target, search, on_event)
+        why = (*plan.why, MERGED) if options.remat and not remat else plan.why
+        plan = dataclasses.replace(plan, remat=remat, why=why)
+        return Planned(
+            call.template, call.avals, call.paths, outputs, info, programs.prepared(way), plan, target, None, staged
+        )
+    raise AssertionError("every number of microbatches is planned or refused")
+
+
 def way_of(plan: Plan) -> Way:
     """How the plan's program comes from the step."""
     return Way(plan.microbatches, plan.remat)
@@ -203,7 +257,18 @@ class Programs:
             self._prepared[way] = prepare(self._make(way), self._on_event)
         return self._prepared[way]
 
-    def _make(self, way: Way) -> Graph:
+    def split(self, way: Way) -> Microbatches:
+        """The step cut into the way's microbatches.
+
+        Raises:
+          MicrobatchError, ArgumentError: it cannot be.
+        """
+        graph, remat = self._written(way)
+        with _automatic_axes():
+            return split_batch(self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply)
+
+    def _written(self, way: Way) -> tuple[Graph, Remat]:
+        """The step before its batch is cut, and what was done to it."""
         graph = self._graph
         remat = Remat(forward_cuts(graph) if way.remat else ())
         if way.remat and not remat.cuts:
@@ -216,9 +281,13 @@ class Programs:
             )
         if remat.cuts:
             graph = run_passes(graph, [remat], self._on_event)
+        return graph, remat
+
+    def _make(self, way: Way) -> Graph:
+        graph, _ = self._written(way)
         if way.microbatches > 1:
+            split = self.split(way)
             with _automatic_axes():
-                split = split_batch(self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply)
                 graph = microbatched(split)
             if self._on_event is not None:
                 self._on_event("microbatch", graph)

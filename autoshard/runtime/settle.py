@@ -45,7 +45,7 @@ def settle(call: Call, compiled: Compiled, copy_donated: bool = False) -> tuple[
         if buffer in seen or (copy_donated and i in given):
             flat[i] = jax.device_put(array, target, may_alias=False)
         elif not lies_on(array, target):
-            flat[i] = move(array, target, call.paths[i])
+            flat[i] = move(array, target, call.paths[i], compiled.mesh)
         if i in given:
             seen.add(buffer)
     return tuple(flat)
@@ -58,14 +58,20 @@ def _buffer(array: jax.Array) -> int:
     return array.addressable_data(0).unsafe_buffer_pointer()
 
 
-def move(array: Any, target: NamedSharding, path: str) -> jax.Array:
+def move(array: Any, target: NamedSharding, path: str, mesh: jax.sharding.Mesh) -> jax.Array:
     """The array at its place.
 
+    Args:
+      array: what the user passed.
+      target: its place.
+      path: of it, for errors.
+      mesh: all devices of the plan.
+
     Raises:
-      MeshError: it lies on devices that the place does not have.
+      MeshError: it lies on devices that the plan does not have.
     """
     if isinstance(array, jax.Array) and array.committed:
-        check_devices(array, path, target.mesh)
+        check_devices(array, path, mesh)
     return jax.device_put(array, target)
 
 

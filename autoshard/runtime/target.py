@@ -21,6 +21,9 @@ from autoshard.hardware import detect_nodes
 from autoshard.ir import MeshShape
 from autoshard.runtime.options import Options
 
+STAGE = "stage"
+"""The first axis of a pipeline's mesh."""
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,9 +56,20 @@ def find_target(options: Options) -> Target:
     if around is not None and given is not None:
         _check_same(given, around)
     mesh = given if isinstance(given, jax.sharding.Mesh) else (around if auto or given is None else None)
+    stages = options.stages or 1
     shape = mesh_shape(given) if isinstance(given, jax.sharding.Mesh) else given
+    if stages > 1 and shape is not None and not isinstance(given, jax.sharding.Mesh):
+        shape = shape if shape[0] == (STAGE, stages) and len(shape) > 1 else ((STAGE, stages), *shape)
     if shape is None and mesh is not None:
         shape = mesh_shape(mesh)
+    if stages > 1 and mesh is not None and (shape is None or shape[0][1] != stages or len(shape) < 2):
+        raise MeshError(
+            explain(
+                f"stages={stages} with the mesh {describe_mesh(mesh)}",
+                f"a mesh of at least two axes whose first has {stages} members, one for each stage",
+                "reshape the mesh, or give the mesh of one stage as a shape",
+            )
+        )
     if auto and mesh is not None:
         nodes, network = detect_nodes(list(mesh.devices.flat))
         return Target(Cluster("auto", nodes, network), shape, mesh, True)

@@ -20,4 +20,7 @@ from .problem import Result as Result
 from .problem import Shortage as Shortage
 from .problem import Solution as Solution
 from .problem import Usage as Usage
+from .schedule import Schedule as Schedule
 from .solve import solve as solve
+from .stage_balance import choose_cuts as choose_cuts
+from .stage_balance import describe_cuts as describe_cuts

@@ -177,6 +177,7 @@ def make_plan(
     on_event: OnEvent | None = None,
     tie: bool = True,
     suggest: bool = True,
+    on_schedule: Callable[[Schedule], None] | None = None,
 ) -> Plan:
     """Plans a step.
 
@@ -192,6 +193,7 @@ def make_plan(
       on_event: called after each part.
       tie: plan repeated layers once.
       suggest: look for a larger cluster if nothing fits.
+      on_schedule: called with the simulated step of the plan.
 
     Raises:
       InfeasibleError: nothing fits the memory limit; names the need, and a larger cluster that would do.
@@ -234,6 +236,8 @@ def make_plan(
         ground.pricer.times(),
         timeline(made, exact.layout, exact.buffers, ground.mesh, ground.pricer),
     )
+    if on_schedule is not None:
+        on_schedule(made)
     tell("plan", plan)
     return plan
 

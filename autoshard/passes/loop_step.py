@@ -1,0 +1,253 @@
+"""A step in microbatches as equations: what comes before them, one of them, what comes after.
+
+    before    of the whole step; cuts batches into [M, ...]
+    loop      of one microbatch: reads whole values, its own number, its part of what is cut
+    after     of the whole step; reads the sums over microbatches, and stacks [M, ...] of what each has made
+
+This is `Microbatches` with its two graphs made one: a value of all examples and the value of a microbatch are different
+values, and what `accumulate` does in Python (cutting, joining, taking a part of random bits) is written in equations.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from autoshard import jax_compat
+from autoshard.ir import Apply, Atom, Literal, Place, Value, renamed, splice
+from autoshard.passes.batch_roles import Axis, Batched, Partial, Whole
+from autoshard.passes.microbatch import (
+    Microbatches,
+    accumulator,
+    cut,
+    joined,
+    small_equation,
+    take_part,
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """A value that microbatches add up (or multiply, ...).
+
+    Attributes:
+      part: of one microbatch.
+      total: of all, in the accumulator's dtype.
+      reducer: add, mul, max, min, and, or.
+    """
+
+    part: Value
+    total: Value
+    reducer: str
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopStep:
+    """See the module's text.
+
+    Attributes:
+      inputs, constants, outputs: of the step.
+      count: microbatches.
+      before, loop, after: equations of each part, in order.
+      number: int32[], the microbatch at hand.
+      parts: (stack made before, a microbatch's part of it).
+      sums: what the loop adds up for `after`.
+      stacks: (a microbatch's value, stack of all of them that `after` reads).
+      partial: values of the loop that `add` up.
+      weights: inputs whose use makes a computation part of the model.
+    """
+
+    inputs: tuple[Value, ...]
+    constants: tuple[tuple[Value, Any], ...]
+    outputs: tuple[Atom, ...]
+    count: int
+    before: tuple[Apply, ...]
+    loop: tuple[Apply, ...]
+    after: tuple[Apply, ...]
+    number: Value
+    parts: tuple[tuple[Value, Value], ...]
+    sums: tuple[Sum, ...]
+    stacks: tuple[tuple[Value, Value], ...]
+    partial: frozenset[Value]
+    weights: frozenset[Value]
+
+
+def loop_step(split: Microbatches) -> LoopStep:
+    """The equations of a split step."""
+    made = _Made(split)
+    made.run_before()
+    made.run_loop()
+    made.run_after()
+    graph, of = split.graph, split.roles.of
+    small = dict(_pairs(split))
+    partial = {small[v] for v, role in of.items() if v in small and isinstance(role, Partial) and role.reducer == "add"}
+    weights = [
+        value
+        for i, value in enumerate(graph.inputs)
+        if i not in split.batch and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+    ]
+    alias = split.roles.alias
+    return LoopStep(
+        graph.inputs,
+        graph.constants,
+        tuple(alias.get(a, a) if isinstance(a, Value) else a for a in graph.outputs),
+        split.count,
+        tuple(made.before),
+        tuple(made.loop),
+        tuple(made.after),
+        made.number,
+        tuple((stack, part) for stack, part in made.parts.values()),
+        tuple(made.sums),
+        tuple(made.stacks),
+        frozenset(partial),
+        frozenset(weights),
+    )
+
+
+def _pairs(split: Microbatches) -> list[tuple[Value, Value]]:
+    """(value of all examples, the same of a microbatch) of what equations make."""
+    found: list[tuple[Value, Value]] = []
+    for equation, part in zip(split.graph.equations, split.small.equations, strict=True):
+        found += zip(equation.outputs, part.outputs, strict=True)
+    return found
+
+
+@final
+@dataclass(slots=True)
+class _Made:
+    """Equations so far."""
+
+    split: Microbatches
+    number: Value = field(default_factory=lambda: Value(jax_compat.aval_of((), np.dtype(np.int32))))
+    before: list[Apply] = field(default_factory=list[Apply])
+    loop: list[Apply] = field(default_factory=list[Apply])
+    after: list[Apply] = field(default_factory=list[Apply])
+    parts: dict[tuple[Value, Axis], tuple[Value, Value]] = field(
+        default_factory=dict[tuple[Value, Axis], tuple[Value, Value]]
+    )
+    sums: list[Sum] = field(default_factory=list[Sum])
+    stacks: list[tuple[Value, Value]] = field(default_factory=list[tuple[Value, Value]])
+
+    def _whole(self, equation: Apply) -> Apply:
+        alias: Mapping[Value, Value] = self.split.roles.alias
+        return renamed(equation, {a: alias[a] for a in equation.inputs if isinstance(a, Value) and a in alias})
+
+    def _equations(self, numbers: Sequence[int]) -> list[tuple[Apply, Apply]]:
+        pairs: list[tuple[Apply, Apply]] = []
+        for i in numbers:
+            equation, part = self.split.graph.equations[i], self.split.small.equations[i]
+            assert isinstance(equation, Apply), "steps are split before shardings"
+            assert isinstance(part, Apply), "steps are split before shardings"
+            pairs.append((equation, part))
+        return pairs
+
+    def run_before(self) -> None:
+        self.before += [self._whole(equation) for equation, _ in self._equations(self.split.before)]
+
+    def _part(self, value: Value, axis: Axis, place: Place) -> Value:
+        """A microbatch's part of a value of all examples."""
+        if (value, axis) not in self.parts:
+            count = self.split.count
+            equations, (stack,) = splice(lambda x: [cut(x, axis, count)], [value], place)
+            assert isinstance(stack, Value), "a cut is made by equations"
+            self.before += equations
+            self.parts[value, axis] = stack, Value(stack.aval.update(shape=stack.shape[1:]))
+        return self.parts[value, axis][1]
+
+    def run_loop(self) -> None:
+        split, roles = self.split, self.split.roles
+        now: dict[Value, Value] = dict(_pairs(split))
+        batch = {split.graph.inputs[i]: axis for i, axis in split.batch.items()}
+        for equation, part in self._equations(split.loop):
+            operands: list[Atom] = []
+            for k, atom in enumerate(equation.inputs):
+                if isinstance(atom, Literal):
+                    operands.append(atom)
+                elif (equation, k) in roles.slices:
+                    source = roles.alias.get(atom, atom)
+                    operands.append(self._part(source, roles.slices[equation, k], equation.place))
+                elif isinstance(roles.of[atom], Whole) or (equation, k) in roles.ahead:
+                    operands.append(roles.alias.get(atom, atom))
+                elif atom in batch:
+                    operands.append(self._part(atom, batch[atom], equation.place))
+                else:
+                    operands.append(now[atom])
+            if equation in roles.generated and equation.name != "broadcast_in_dim":
+                self._generate(equation, part, operands)
+            else:
+                small = small_equation(part, equation)
+                self.loop.append(_with_operands(small, tuple(operands)))
+
+    def _generate(self, equation: Apply, part: Apply, operands: Sequence[Atom]) -> None:
+        """What is made for each example is made for all, of which a microbatch takes its part."""
+        whole = tuple(Value(value.aval) for value in equation.outputs)
+        self.loop.append(_with_operands(equation, tuple(operands), whole))
+        for full, value, mine in zip(whole, equation.outputs, part.outputs, strict=True):
+            role = self.split.roles.of[value]
+            assert isinstance(role, Batched), "what is made for each example is batched"
+            axis, count = role.axis, self.split.count
+            equations, _ = splice(
+                lambda x, m, a=axis, n=count: [take_part(x, a, n, m)], [full, self.number], equation.place, [mine]
+            )
+            self.loop += equations
+
+    def run_after(self) -> None:
+        split, roles = self.split, self.split.roles
+        now = dict(_pairs(split))
+        maker = {v: e for e in split.graph.equations for v in e.outputs}
+        ahead = {v for e in self.before for v in e.outputs}  # of all examples, known already
+        for value in split.sums:
+            if value in ahead:
+                continue
+            role = roles.of[value]
+            assert isinstance(role, Partial), "only partial values are summed"
+            dtype = accumulator(value.dtype)
+            total = value
+            if np.dtype(dtype) != value.dtype:
+                total = Value(jax_compat.aval_of(value.shape, np.dtype(dtype)))
+                equations, _ = splice(lambda x, d=value.dtype: [x.astype(d)], [total], maker[value].place, [value])
+                self.after += equations
+            self.sums.append(Sum(now[value], total, role.reducer))
+        for value in split.stacked:
+            if value in ahead:
+                continue
+            role = roles.of[value]
+            assert isinstance(role, Batched), "only batched values are stacked"
+            part = now[value]
+            stack = Value(part.aval.update(shape=(split.count, *part.shape)))
+            equations, _ = splice(lambda x, a=role.axis: [joined(x, a)], [stack], maker[value].place, [value])
+            self.stacks.append((part, stack))
+            self.after += equations
+        self.after += [self._whole(equation) for equation, _ in self._equations(split.after)]
+        self._drop_dead()
+
+    def _drop_dead(self) -> None:
+        """Leaves out what the loop computes for nobody."""
+        read = {each.part for each in self.sums} | {part for part, _ in self.stacks}
+        kept: list[Apply] = []
+        for equation in reversed(self.loop):
+            if equation.effects or any(v in read for v in equation.outputs):
+                kept.append(equation)
+                read.update(a for a in equation.inputs if isinstance(a, Value))
+        self.loop = kept[::-1]
+
+
+def _with_operands(equation: Apply, operands: tuple[Atom, ...], outputs: tuple[Value, ...] | None = None) -> Apply:
+    return Apply(
+        equation.primitive,
+        operands,
+        equation.outputs if outputs is None else outputs,
+        equation.params,
+        equation.graphs,
+        equation.effects,
+        equation.context,
+        equation.place,
+    )

@@ -1,0 +1,248 @@
+"""A pipeline's programs on devices: one `jax.jit` a program, on its rank's mesh; `jax.device_put` between ranks.
+
+Every value that goes from one program to another has one sharding, that of the program that makes it.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autoshard import jax_compat
+from autoshard.errors import ArgumentError, explain
+from autoshard.ir import Graph, Reshard, Spec, Value, evaluate, partition_spec, replicated
+from autoshard.passes import Part, StageGraph, StagePrograms, stage_programs
+from autoshard.plan import PipelinePlan, Plan
+from autoshard.runtime.arguments import NewSignature
+from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
+from autoshard.runtime.pipeline import Pipeline
+from autoshard.runtime.pjit import auto_mesh, constrained
+from autoshard.runtime.stage_planning import Staged
+
+PHASE_NAMES = {Part.BEFORE: "before", Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.AFTER: "after"}
+
+
+def rank_meshes(mesh: jax.sharding.Mesh, pipeline: PipelinePlan) -> list[jax.sharding.Mesh]:
+    """For each stage the mesh of its rank, with automatic axes."""
+    rows = mesh.devices.reshape(mesh.devices.shape[0], -1)
+    found: list[jax.sharding.Mesh] = []
+    for stage, plan in enumerate(pipeline.stages):
+        grid = rows[pipeline.placement[stage]].reshape([n for _, n in plan.mesh])
+        kinds = (jax.sharding.AxisType.Auto,) * len(plan.mesh)
+        found.append(jax.sharding.Mesh(grid, tuple(name for name, _ in plan.mesh), axis_types=kinds))
+    return found
+
+
+@final
+class StageBackend:
+    """Programs and places of a planned pipeline.
+
+    Attributes:
+      programs: of each stage.
+      meshes: of each stage.
+      inputs: for each stage where it has the step's inputs, by position.
+      jitted: the programs, by stage and number.
+    """
+
+    def __init__(
+        self,
+        staged: Staged,
+        pipeline: PipelinePlan,
+        mesh: jax.sharding.Mesh,
+        donated: Sequence[int],
+        pairs: Sequence[tuple[int, int]],
+        name: str,
+        on_pass: Callable[[str, Any], None] | None = None,
+    ) -> None:
+        self._stages, self._name, self._donated = staged.stages, name, set(donated)
+        self._pairs = dict(pairs)
+        self.meshes = rank_meshes(mesh, pipeline)
+        self.programs: list[StagePrograms] = []
+        self._places: list[dict[Value, NamedSharding]] = []
+        self.inputs: list[dict[int, NamedSharding]] = []
+        for stage, (graph, plan) in enumerate(zip(staged.graphs, pipeline.stages, strict=True)):
+            parts = staged.stages.graphs[stage]
+            program = constrained(graph, plan, on_pass, auto_mesh(self.meshes[stage]))
+            programs = stage_programs(parts, program)
+            specs = _specs(parts, graph, program, plan, programs)
+            placed = {v: NamedSharding(self.meshes[stage], partition_spec(spec)) for v, spec in specs.items()}
+            self.programs.append(programs)
+            self._places.append(placed)
+            self.inputs.append({i: placed[v] for i, v in zip(parts.inputs, graph.inputs, strict=False)})
+        self._numbers: dict[tuple[int, int], Any] = {}
+        self._stackers: dict[tuple[int, Value], Any] = {}
+        self.jitted: dict[tuple[int, int], Any] = {}
+
+    def place_of(self, stage: int, value: Value) -> NamedSharding:
+        """Where a stage has a value."""
+        value = self.programs[stage].outside.get(value, value)
+        found = self._places[stage].get(value)
+        if found is None:
+            found = NamedSharding(self.meshes[stage], partition_spec(replicated(len(value.shape))))
+            self._places[stage][value] = found
+        return found
+
+    def program(self, stage: int, number: int) -> Callable[..., Sequence[Any]]:
+        """See `Backend`."""
+        made = self.programs[stage].programs[number]
+        graph, mesh = made.graph, self.meshes[stage]
+
+        def constrain(value: Any, reshard: Reshard) -> Any:
+            return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition_spec(reshard.spec)))
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            return tuple(evaluate(graph, args, constrain))
+
+        part, turn = made.phase
+        rounds = turn or sum(p.phase[0] is part for p in self.programs[stage].programs) > 1
+        run.__name__ = run.__qualname__ = f"{self._name}_stage{stage}_{PHASE_NAMES[part]}{turn if rounds else ''}"
+        jitted = jax.jit(
+            run,
+            in_shardings=tuple(self.place_of(stage, v) for v in graph.inputs),
+            out_shardings=tuple(self.place_of(stage, v) for v in made.results),
+            donate_argnums=self._given(stage, number),
+        )
+        self.jitted[stage, number] = jitted
+        return jitted
+
+    def _given(self, stage: int, number: int) -> tuple[int, ...]:
+        """Operands whose buffers a program may reuse: accumulators, and state where its new value is made."""
+        programs, parts = self.programs[stage], self._stages.graphs[stage]
+        made = programs.programs[number]
+        results = {programs.outside.get(v, v) for v in made.results}
+        later = {v for p in programs.programs if p.phase > made.phase for v in p.graph.inputs}
+        state: dict[Value, Value] = {}
+        values = self._stages.cut.step.inputs
+        for i, o in self._pairs.items():
+            if i in self._donated and self._stages.home.get(i) == stage and o in parts.outputs:
+                new = programs.outputs[parts.outputs.index(o)]
+                if isinstance(new, Value):
+                    state[values[i]] = new
+        found: list[int] = []
+        for k, value in enumerate(made.graph.inputs):
+            outer = programs.outside.get(value, value)
+            loop = made.phase[0] in (Part.FORWARD, Part.BACKWARD)
+            accumulates = loop and outer in programs.totals and outer in results
+            updates = not loop and value in state and state[value] in results and value not in later
+            if accumulates or updates:
+                found.append(k)
+        return tuple(found)
+
+    def send(self, stage: int, values: Sequence[Value], arrays: Sequence[Any]) -> Sequence[Any]:
+        """See `Backend`."""
+        return jax.device_put(list(arrays), [self.place_of(stage, v) for v in values])
+
+    def stack(self, stage: int, value: Value, rows: Sequence[Any]) -> Any:
+        """See `Backend`."""
+        if (stage, value) not in self._stackers:
+            place = self.place_of(stage, value)
+            self._stackers[stage, value] = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=place)
+        return self._stackers[stage, value](*rows)
+
+    def number(self, stage: int, microbatch: int) -> Any:
+        """See `Backend`."""
+        if (stage, microbatch) not in self._numbers:
+            place = self.place_of(stage, self._stages.graphs[stage].number)
+            self._numbers[stage, microbatch] = jax.device_put(np.int32(microbatch), place)
+        return self._numbers[stage, microbatch]
+
+
+def _specs(parts: StageGraph, graph: Graph, program: Graph, plan: Plan, programs: StagePrograms) -> dict[Value, Spec]:
+    """The spec of every value between a stage's programs."""
+    decisions = plan.decisions(graph)
+    found: dict[Value, Spec] = dict(decisions.values)
+    loop = parts.loop_of(program)
+    body = loop.graphs[0]
+    for equation in (*program.equations, *body.equations):
+        if isinstance(equation, Reshard):
+            found[equation.output] = equation.spec
+    found.update(zip(graph.inputs, plan.input_specs, strict=True))
+    found.update({v: spec for v, spec in zip(program.outputs, plan.output_specs, strict=True) if isinstance(v, Value)})
+    first, sums = len(parts.consts), len(parts.sums)
+    for k in range(sums):
+        inner = body.inputs[first + k]
+        found[loop.outputs[k]] = decisions.values.get(inner, replicated(len(inner.shape)))
+    for part, stack in programs.stacked:
+        found[stack] = ((), *found.get(part, replicated(len(part.shape))))
+    return found
+
+
+def build_pipeline(
+    planned: Planned,
+    staged: Staged,
+    mesh: jax.sharding.Mesh,
+    name: str,
+    on_pass: Callable[[str, Any], None] | None = None,
+) -> tuple[Compiled, Pipeline]:
+    """The programs of a planned pipeline.
+
+    Args:
+      planned: the signature.
+      staged: its stages.
+      mesh: all devices; its first axis goes over the ranks.
+      name: of the step.
+      on_pass: called with each stage's graph as it is emitted.
+    """
+    pipeline, info = planned.plan.pipeline, planned.info
+    assert pipeline is not None, "a pipeline has stages"
+    backend = StageBackend(staged, pipeline, mesh, info.donated, info.pairs, name, on_pass)
+    runner = Pipeline(staged.stages, backend.programs, staged.schedule, backend)
+    stages = staged.stages
+    whole = NamedSharding(mesh, partition_spec(()))
+    inputs = tuple(
+        whole if stages.home.get(i) is None else backend.inputs[stages.home[i]][i] for i in range(len(planned.avals))
+    )
+    outputs: list[NamedSharding] = []
+    for k, stage in enumerate(stages.output_home):
+        atom = None if stage is None else backend.programs[stage].outputs[stages.graphs[stage].outputs.index(k)]
+        outputs.append(backend.place_of(stage, atom) if stage is not None and isinstance(atom, Value) else whole)
+    read, write = reader(planned.template), writer(planned.outputs)
+    ambient = jax_compat.ambient_mesh()
+    donated = sorted(info.donated)
+
+    def run_flat(flat: Sequence[Any], references: Any) -> Any:
+        def place_input(position: int, stage: int) -> Any:
+            array, target = flat[position], backend.inputs[stage][position]
+            there = isinstance(array, jax.Array) and array.committed and array.sharding == target
+            return array if there else jax.device_put(array, target)
+
+        results = runner.run(place_input)
+        return write([_there(x, place) for x, place in zip(results, outputs, strict=True)], references)
+
+    def run(*values: Any) -> Any:
+        flat, references = read(values)
+        if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
+            raise NewSignature
+        if len({id(flat[i]) for i in donated}) < len(donated) or not _settled(flat, inputs):
+            raise NewSignature
+        return run_flat(flat, references)
+
+    def lower(_flat: Sequence[Any], _references: Any) -> Any:
+        raise ArgumentError(
+            explain(
+                f"{name} runs as a pipeline of {len(pipeline.stages)} stages, which is many programs",
+                "a step on one mesh to lower",
+                "use dump_dir= to see every stage's programs, or decorate with stages=1",
+            )
+        )
+
+    return Compiled(planned, mesh, inputs, tuple(outputs), run, run_flat, lower), runner
+
+
+def _settled(flat: Sequence[Any], inputs: Sequence[NamedSharding]) -> bool:
+    """Whether arrays that are committed lie where they are read; the others are moved by the call."""
+    return all(
+        not (isinstance(array, jax.Array) and array.committed) or array.sharding == place
+        for array, place in zip(flat, inputs, strict=True)
+    )
+
+
+def _there(result: Any, place: NamedSharding) -> Any:
+    return result if isinstance(result, jax.Array) else jax.device_put(jnp.asarray(result), place)

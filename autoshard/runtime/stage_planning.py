@@ -1,0 +1,494 @@
+"""A step planned as a pipeline: cut into stages, each planned on its rank's devices, timed by simulating the schedule.
+
+microbatches -> cut -> a graph a stage -> a plan a stage -> schedule -> Plan with a PipelinePlan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from autoshard.cluster import Cluster
+from autoshard.costmodel import Simulation, schedule_tasks, simulate
+from autoshard.errors import ArgumentError, InfeasibleError, MeshError, explain
+from autoshard.ir import (
+    Apply,
+    Equation,
+    Graph,
+    MeshShape,
+    Spec,
+    StepInfo,
+    Value,
+    aval_bytes,
+    local_bytes,
+    replicated,
+    short_type,
+)
+from autoshard.passes import (
+    Microbatches,
+    Part,
+    Phase,
+    StageGraph,
+    Stages,
+    body_phases,
+    cut_stages,
+    loop_step,
+    stage_graphs,
+)
+from autoshard.plan import Argument, Memory, PipelinePlan, Plan, fingerprint
+from autoshard.runtime.options import Options
+from autoshard.runtime.target import STAGE, Target
+from autoshard.schedules import (
+    Kind,
+    Schedule,
+    Send,
+    StageTimes,
+    eager_one_f_one_b,
+    gpipe,
+    one_f_one_b,
+    read_schedule,
+    verify,
+)
+from autoshard.search import Schedule as StepSchedule
+from autoshard.search import choose_cuts, describe_cuts, prepare
+from autoshard.show import size_text
+from autoshard.timeline import Lane, MemoryCurve, Span, Timeline
+
+SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+}
+"""Schedules by the name that the option takes."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """A step in stages, ready to be emitted.
+
+    Attributes:
+      stages: their graphs, and what goes between them.
+      graphs: each stage's prepared graph, which its plan speaks of.
+      schedule: who does what in which order.
+    """
+
+    stages: Stages
+    graphs: tuple[Graph, ...]
+    schedule: Schedule
+
+
+def make_schedule(wanted: Any, stages: int, microbatches: int) -> Schedule:
+    """The schedule of the option: a name, a table (text or lists), a `Schedule`, or None for 1F1B.
+
+    Raises:
+      ArgumentError: an unknown name, a table that cannot run, or one for other stages or microbatches.
+    """
+    if wanted is None:
+        return one_f_one_b(stages, microbatches)
+    if isinstance(wanted, str) and wanted in SCHEDULES:
+        return SCHEDULES[wanted](stages, microbatches)
+    if isinstance(wanted, str) and not wanted.strip().startswith("F"):
+        raise ArgumentError(
+            explain(
+                f"schedule={wanted!r}",
+                f"one of {', '.join(SCHEDULES)}, an autoshard.schedules.Schedule, or a table (a line for each rank)",
+                "correct the name",
+            )
+        )
+    schedule = wanted if isinstance(wanted, Schedule) else read_schedule(wanted)
+    verify(schedule)
+    if (schedule.stages, schedule.microbatches) != (stages, microbatches):
+        raise ArgumentError(
+            explain(
+                f"schedule {schedule.name!r} of {schedule.stages} stages and {schedule.microbatches} microbatches",
+                f"{stages} stages and {microbatches} microbatches, as the options say",
+                "change stages= and microbatches=, or the schedule",
+            )
+        )
+    if any(a.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) for row in schedule.rows for a in row):
+        raise ArgumentError(
+            explain(
+                f"schedule {schedule.name!r}, whose backward passes are in two parts (BI, BW)",
+                "a schedule of forward and whole backward passes (F, B)",
+                "use 1f1b, gpipe, eager-1f1b, interleaved, or a table of one's own with F and B",
+            )
+        )
+    return schedule
+
+
+def stage_devices(cluster: Cluster, ranks: int) -> int:
+    """Devices of each of so many ranks.
+
+    Raises:
+      MeshError: the devices cannot be shared out evenly.
+    """
+    if cluster.size % ranks:
+        raise MeshError(
+            explain(
+                f"{ranks} pipeline ranks on {cluster.size} devices of {cluster.name}",
+                "a number of ranks that divides the devices",
+                "use another number of stages, or part of the devices (a jax.sharding.Mesh)",
+            )
+        )
+    return cluster.size // ranks
+
+
+def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int]) -> Stages:
+    """The step in stages that begin at these forward equations."""
+    return stage_graphs(cut_stages(loop_step(split), cuts, info.pairs), info.pairs)
+
+
+def plan_stages(
+    split: Microbatches,
+    whole: Graph,
+    info: StepInfo,
+    options: Options,
+    pins: Mapping[int, Spec],
+    target: Target,
+    search: Callable[..., Plan],
+    on_event: Callable[[str, Any], None] | None,
+) -> tuple[Plan, Staged]:
+    """Plans a step as a pipeline of `options.stages`.
+
+    Args:
+      split: the step in microbatches.
+      whole: the prepared graph of the step with its loop over microbatches, by which the plan is known again.
+      info: names and roles of the step.
+      options: the decorator's.
+      pins: fixed specs of the step's inputs.
+      target: its shape, where there is one, has the stages as its first axis.
+      search: makes a plan for a stage.
+      on_event: called with each part of the planning.
+
+    Raises:
+      MicrobatchError, MeshError, ArgumentError: the step or the devices cannot be cut like this.
+      InfeasibleError: a stage does not fit.
+    """
+    count = options.stages or 1
+    schedule = make_schedule(options.schedule, count, split.count)
+    devices = stage_devices(target.cluster, schedule.ranks)
+    step = loop_step(split)
+    cuts = choose_cuts(step, count, target.cluster, devices)
+    stages = stage_graphs(cut_stages(step, cuts, info.pairs), info.pairs)
+    graphs: list[Graph] = []
+    plans: list[Plan] = []
+    seconds: list[dict[Phase, float]] = []
+    for stage in stages.graphs:
+        graph = prepare(stage.graph, on_event)
+        if on_event is not None:
+            on_event(f"stage-{stage.stage}", graph)
+        rank = schedule.placement[stage.stage]
+        times: dict[Phase, float] = {}
+        plan = search(
+            graph,
+            stage_info(stage, stages, info),
+            target.cluster.part(rank * devices, devices),
+            None if target.shape is None else target.shape[1:],
+            pins={k: pins[i] for k, i in enumerate(stage.inputs) if i in pins},
+            memory_limit=options.memory_limit,
+            budget_s=None if options.budget_s is None else options.budget_s / count,
+            seed=options.seed,
+            on_event=on_event,
+            suggest=False,
+            on_schedule=_Timer(stage, graph, split.count, times),
+        )
+        graphs.append(graph)
+        plans.append(plan)
+        seconds.append(times)
+    staged = Staged(stages, tuple(graphs), schedule)
+    plan = _record(staged, plans, seconds, whole, info, target, devices, cuts)
+    _check_fits(plan)
+    return plan, staged
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Takes from a stage's simulated step the seconds of each of its programs, of one microbatch where in the loop."""
+
+    stage: StageGraph
+    graph: Graph
+    count: int
+    times: dict[Phase, float]
+
+    def __call__(self, made: StepSchedule) -> None:
+        phases = body_phases(self.stage, self.graph)
+        of: dict[Equation, Phase] = {}
+        for equation, phase in phases.items():
+            of[equation] = phase
+            for inner in _inside(equation):
+                of[inner] = phase
+        found: dict[Phase, float] = defaultdict(float)
+        for k, (op, _) in enumerate(made.source):
+            phase = of.get(op.equation) if op.equation is not None else None
+            if phase is not None:
+                loop = phase[0] in (Part.FORWARD, Part.BACKWARD)
+                took = made.simulation.end_s(k) - made.simulation.start_s(k)
+                found[phase] += took / (self.count if loop else 1)
+        self.times.update(found)
+
+
+def _inside(equation: Equation) -> list[Equation]:
+    found: list[Equation] = []
+    for body in equation.graphs:
+        for inner in body.equations:
+            found += [inner, *_inside(inner)]
+    return found
+
+
+def stage_info(stage: StageGraph, stages: Stages, info: StepInfo) -> StepInfo:
+    """Names and roles of a stage's graph."""
+    inputs = [*(info.input_paths[i] for i in stage.inputs)]
+    inputs += [f"from stage {source}/{k}" for k, (_, source, _) in enumerate(stage.arrivals)]
+    inputs += [f"microbatches from stage {source}/{k}" for k, (_, source, _) in enumerate(stage.loop_arrivals)]
+    outputs = [*(info.output_paths[k] for k in stage.outputs)]
+    outputs += [f"to other stages/{k}" for k in range(len(stage.departures))]
+    outputs += [f"microbatches to other stages/{k}" for k in range(len(stage.loop_departures))]
+    place_in = {i: k for k, i in enumerate(stage.inputs) if stages.home.get(i) == stage.stage}
+    place_out = {o: k for k, o in enumerate(stage.outputs)}
+    pairs = tuple((place_in[i], place_out[o]) for i, o in info.pairs if i in place_in and o in place_out)
+    given = set(info.donated)
+    return StepInfo(
+        tuple(inputs),
+        tuple(0 for _ in inputs),
+        ("stage",),
+        tuple(outputs),
+        tuple(0 for _ in outputs),
+        pairs,
+        tuple(k for i, k in place_in.items() if i in given),
+    )
+
+
+def _record(
+    staged: Staged,
+    plans: Sequence[Plan],
+    seconds: Sequence[Mapping[Phase, float]],
+    whole: Graph,
+    info: StepInfo,
+    target: Target,
+    devices: int,
+    cuts: tuple[int, ...],
+) -> Plan:
+    stages, schedule = staged.stages, staged.schedule
+    step = stages.cut.step
+    facts = verify(schedule)
+    forward = tuple(sum(t for p, t in found.items() if p[0] is Part.FORWARD) for found in seconds)
+    backward = tuple(sum(t for p, t in found.items() if p[0] is Part.BACKWARD) for found in seconds)
+    once = [sum(t for p, t in f.items() if p[0] in (Part.BEFORE, Part.AFTER)) for f in seconds]
+    sends = _sends(stages, plans, target.cluster, schedule, devices)
+    times = StageTimes(forward, backward, (0.0,) * len(plans), sends if len(plans) > 1 else ())
+    simulation = simulate(schedule_tasks(schedule, times))
+    time_s = simulation.makespan_s + max(once)
+    memories = [
+        stage_memory(graph, plan, stage, facts.held_by_stage[stage.stage])
+        for graph, plan, stage in zip(staged.graphs, plans, stages.graphs, strict=True)
+    ]
+    memory = max(_by_rank(memories, schedule), key=lambda m: m.peak_bytes)
+    limit = min(plan.memory_limit for plan in plans)
+    alike = len({plan.mesh for plan in plans}) == 1
+    inner: MeshShape = plans[0].mesh if alike else (("device", devices),)
+    pairs_in, pairs_out = {i for i, _ in info.pairs}, {o for _, o in info.pairs}
+    inputs = tuple(
+        Argument(path, short_type(v.aval), _input_spec(i, v, stages, plans), aval_bytes(v.aval), i in pairs_in)
+        for i, (path, v) in enumerate(zip(info.input_paths, step.inputs, strict=True))
+    )
+    outputs = tuple(
+        Argument(path, short_type(a.aval), _output_spec(k, a.aval, stages, plans), aval_bytes(a.aval), k in pairs_out)
+        for k, (path, a) in enumerate(zip(info.output_paths, step.outputs, strict=True))
+    )
+    idle = 1 - sum((f + b) * schedule.microbatches for f, b in zip(forward, backward, strict=True)) / (
+        schedule.ranks * simulation.makespan_s or 1.0
+    )
+    crossing = describe_cuts(step, cuts)
+    why = (
+        f"{len(plans)} stages on {schedule.ranks} ranks of {devices} device{'s' if devices > 1 else ''}, "
+        f"{schedule.name} of {schedule.microbatches} microbatches: ranks idle {idle:.0%} of the pipeline; a microbatch "
+        f"sends {crossing} over the cuts",
+        *(f"stage {k}: {line}" for k, plan in enumerate(plans) for line in plan.why[:1]),
+    )
+    pipeline = PipelinePlan(
+        schedule.name,
+        schedule.placement,
+        tuple(schedule.text().splitlines()),
+        cuts,
+        devices,
+        tuple(plans),
+        forward,
+        backward,
+        facts.held_by_stage,
+    )
+    return Plan(
+        fingerprint=fingerprint(whole),
+        cluster=target.cluster.name,
+        mesh=((STAGE, schedule.ranks), *inner),
+        inputs=inputs,
+        outputs=outputs,
+        specs=(),
+        values=(),
+        operands=(),
+        output_ids=(),
+        detours=(),
+        time_s=time_s,
+        compute_s=max(plan.compute_s for plan in plans),
+        traffic_s=max(plan.traffic_s for plan in plans),
+        memory=memory,
+        memory_limit=limit,
+        collectives=(),
+        reshardings=(),
+        alternatives=(),
+        why=why,
+        solver="; ".join(dict.fromkeys(plan.solver for plan in plans)),
+        donated=info.donated,
+        timeline=_timeline(simulation, schedule, devices, memories),
+        microbatches=schedule.microbatches,
+        pipeline=pipeline,
+    )
+
+
+def _sends(
+    stages: Stages, plans: Sequence[Plan], cluster: Cluster, schedule: Schedule, devices: int
+) -> tuple[Send, ...]:
+    """Seconds of what crosses each boundary, forward and backward; each device sends its part."""
+    down, up = [0.0] * (len(plans) - 1), [0.0] * (len(plans) - 1)
+    for stage in stages.graphs:
+        for value, source, _ in stage.loop_arrivals:
+            low, high = sorted((source, stage.stage))
+            for boundary in range(low, high):
+                if source < stage.stage:
+                    down[boundary] += value.nbytes / devices
+                else:
+                    up[boundary] += value.nbytes / devices
+    found: list[Send] = []
+    for k in range(len(plans) - 1):
+        a, b = schedule.placement[k] * devices, schedule.placement[k + 1] * devices
+        if a == b:
+            found.append(Send())
+            continue
+        link = cluster.link_between(a, b)
+        found.append(
+            Send(
+                link.latency_s + down[k] / link.bytes_per_s if down[k] else 0.0,
+                link.latency_s + up[k] / link.bytes_per_s if up[k] else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def stage_memory(graph: Graph, plan: Plan, stage: StageGraph, held: int) -> Memory:
+    """Bytes on one device of a stage's rank at the peak.
+
+    The stage's plan holds one microbatch at a time, and stacks of all that comes and goes; a pipeline holds `held`
+    microbatches' residuals and arrivals, and no stacks.
+    """
+    sizes = dict(plan.mesh)
+    decisions = plan.decisions(graph)
+    body = stage.loop_of(graph).graphs[0]
+    phases = body_phases(stage, graph)
+    made = {v: p for e, p in phases.items() if isinstance(e, Apply) for v in e.outputs}
+
+    def size(value: Value) -> int:
+        return local_bytes(value.aval, decisions.values.get(value, replicated(len(value.shape))), sizes)
+
+    inside = set(body.equations)
+    residuals = {
+        a
+        for e, p in phases.items()
+        if e in inside and p[0] is Part.BACKWARD
+        for a in e.inputs
+        if isinstance(a, Value) and made.get(a, (Part.BACKWARD, 0))[0] is Part.FORWARD
+    }
+    each = sum(size(v) for v in residuals)
+    comes = sum(size(v) for v, _, _ in stage.loop_arrivals)
+    rows, sent = len(stage.loop_arrivals), len(stage.loop_departures)
+    stacks_in = sum(
+        local_bytes(v.aval, spec, sizes)
+        for v, spec in list(zip(graph.inputs, plan.input_specs, strict=True))[len(graph.inputs) - rows :]
+    )
+    stacks_out = sum(
+        local_bytes(a.aval, spec, sizes)
+        for a, spec in list(zip(graph.outputs, plan.output_specs, strict=True))[len(graph.outputs) - sent :]
+    )
+    memory = plan.memory
+    return Memory(
+        memory.state_bytes,
+        max(memory.inputs_bytes - stacks_in, 0),
+        max(memory.outputs_bytes - stacks_out, 0),
+        memory.temporary_bytes + (held - 1) * each + held * comes,
+    )
+
+
+def _by_rank(memories: Sequence[Memory], schedule: Schedule) -> list[Memory]:
+    """What each rank holds: all its stages, though only one of them works."""
+    found: list[Memory] = []
+    for rank in range(schedule.ranks):
+        mine = [m for m, at in zip(memories, schedule.placement, strict=True) if at == rank]
+        found.append(
+            Memory(
+                sum(m.state_bytes for m in mine),
+                sum(m.inputs_bytes for m in mine),
+                sum(m.outputs_bytes for m in mine),
+                sum(m.temporary_bytes for m in mine),
+            )
+        )
+    return found
+
+
+def _check_fits(plan: Plan) -> None:
+    if plan.memory.peak_bytes <= plan.memory_limit:
+        return
+    need = plan.memory.peak_bytes
+    raise InfeasibleError(
+        explain(
+            f"the pipeline needs about {size_text(need)} on each device of its fullest rank, the limit is "
+            f"{size_text(plan.memory_limit)}",
+            "a plan whose peak memory is within the limit",
+            "use more stages or microbatches, the 1f1b schedule, more devices, or a smaller batch",
+        ),
+        need,
+    )
+
+
+def _input_spec(i: int, value: Value, stages: Stages, plans: Sequence[Plan]) -> Any:
+    stage = stages.home.get(i)
+    if stage is None:
+        return replicated(len(value.shape))
+    return plans[stage].input_specs[stages.graphs[stage].inputs.index(i)]
+
+
+def _output_spec(k: int, aval: Any, stages: Stages, plans: Sequence[Plan]) -> Any:
+    stage = stages.output_home[k]
+    if stage is None:
+        return replicated(len(aval.shape))
+    return plans[stage].output_specs[stages.graphs[stage].outputs.index(k)]
+
+
+def _timeline(simulation: Simulation, schedule: Schedule, devices: int, memories: Sequence[Memory]) -> Timeline:
+    """A lane for each stream of the simulated schedule."""
+    busy, _ = simulation.busy_s()
+    streams = simulation.graph.streams
+    lanes = tuple(Lane(s.name, str(k), float(t)) for k, (s, t) in enumerate(zip(streams, busy, strict=True)))
+    spans: list[Span] = []
+    graph = simulation.graph
+    for k in range(graph.size):
+        start, end, held = simulation.start_s(k), simulation.end_s(k), graph.row(graph.holds, k)
+        if end > start and held:
+            spans.append(Span(held[0], graph.names[k], graph.kinds[k], start, end, 1, ""))
+    spans.sort(key=lambda s: (s.lane, s.start_s))
+    curves = tuple(
+        MemoryCurve(f"{r * devices}-{(r + 1) * devices - 1}", ((0.0, m.peak_bytes),))
+        for r, m in enumerate(_by_rank(memories, schedule))
+    )
+    return Timeline(lanes, tuple(spans), curves, ())
+
+
+def restage(plan: Plan, split: Microbatches, info: StepInfo) -> Staged:
+    """The stages of a plan that was made before."""
+    pipeline = plan.pipeline
+    assert pipeline is not None, "only pipelines have stages"
+    stages = cut_step(split, info, pipeline.cuts)
+    schedule = dataclasses.replace(read_schedule("\n".join(pipeline.rows), pipeline.placement), name=pipeline.schedule)
+    return Staged(stages, tuple(prepare(stage.graph) for stage in stages.graphs), schedule)

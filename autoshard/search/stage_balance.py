@@ -1,0 +1,137 @@
+"""Where to cut the forward pass into stages: the slowest stage as quick as can be.
+
+    least over cuts of   max over stages s of   work(s) + 2 sent(s) / bandwidth
+
+work is the roofline time of a stage's forward and backward equations, sent the bytes that cross its lower boundary
+(the activations, and as much for their gradients). Exact over a choice of boundaries: of each of `BOUNDARIES` slices of
+equal work the one where least crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from autoshard.cluster import Cluster
+from autoshard.costmodel import Cost, equation_cost, time_s
+from autoshard.errors import MicrobatchError, explain
+from autoshard.ir import Apply, Value, trip_count
+from autoshard.passes import LoopStep, equation_kinds
+from autoshard.show import size_text
+
+BOUNDARIES = 192
+"""Boundaries that are tried. Ours: 192 are exact for every program of the zoo of up to as many equations."""
+
+
+def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> tuple[int, ...]:
+    """Numbers of the forward equations that begin a stage.
+
+    Args:
+      step: in microbatches.
+      stages: how many.
+      cluster: whose devices the stages run on, in order.
+      devices: of each stage.
+
+    Raises:
+      MicrobatchError: the forward pass has fewer equations than stages.
+    """
+    kinds = equation_kinds(step)
+    count = len(kinds.forward)
+    if count < stages:
+        heads = ", ".join(e.name for e in kinds.forward) or "nothing"
+        raise MicrobatchError(
+            explain(
+                f"a forward pass of {count} equation{'s' if count != 1 else ''} that use weights ({heads}) for "
+                f"{stages} stages",
+                "at least one equation a stage; a loop (lax.scan) is one equation and is not cut",
+                "use fewer stages, or write the layers of a scan out",
+            )
+        )
+    place = {v: i for i, e in enumerate(kinds.forward) for v in e.outputs}
+    seconds = [_seconds(e, cluster) / devices for e in kinds.forward]
+    at: dict[Value, int] = dict(place)
+    for equation in kinds.backward:
+        near = [at[a] for a in equation.inputs if isinstance(a, Value) and a in place]
+        far = [at[a] for a in equation.inputs if isinstance(a, Value) and a in at and a not in place]
+        position = max(near) if near else min(far, default=count - 1)
+        position = min(position, *far) if far else position
+        seconds[position] += _seconds(equation, cluster) / devices
+        at.update(dict.fromkeys((v for v in equation.outputs if v not in place), position))
+    crossing = _crossing(kinds.forward)
+    total, so_far = sum(seconds), 0.0
+    slices: dict[int, int] = {}  # of equal work: the boundary (before this equation) where least crosses
+    for k in range(1, count):
+        so_far += seconds[k - 1]
+        number = k if count <= BOUNDARIES else int(BOUNDARIES * so_far / total) if total else k * BOUNDARIES // count
+        if number not in slices or crossing[k] < crossing[slices[number]]:
+            slices[number] = k
+    points = sorted(set(slices.values()))
+    if len(points) < stages - 1:
+        points = list(range(1, count))
+    link = cluster.link_between(0, devices) if cluster.size > devices else None
+    rate = link.bytes_per_s if link is not None else float("inf")
+    return _least_largest(points, seconds, [2 * c / rate for c in crossing], stages)
+
+
+def _seconds(equation: Apply, cluster: Cluster) -> float:
+    """Roofline time on one device, bodies as often as they run."""
+    if equation.graphs:
+        inside = sum(_seconds(e, cluster) for g in equation.graphs for e in g.equations if isinstance(e, Apply))
+        return trip_count(equation) * inside
+    cost: Cost = equation_cost(
+        equation, [atom.shape for atom in equation.inputs], [value.shape for value in equation.outputs]
+    )
+    return time_s(cost, cluster.device(0))
+
+
+def _crossing(forward: Sequence[Apply]) -> list[int]:
+    """Bytes made before each equation and read by it or a later one; those of weights do not count."""
+    made = {v: i for i, e in enumerate(forward) for v in e.outputs}
+    last: dict[Value, int] = {}
+    for i, equation in enumerate(forward):
+        last.update({a: i for a in equation.inputs if isinstance(a, Value) and a in made})
+    change = [0] * (len(forward) + 1)
+    for value, end in last.items():
+        change[made[value] + 1] += value.nbytes
+        change[end + 1] -= value.nbytes
+    found, alive = [0] * len(forward), 0
+    for k in range(len(forward)):
+        alive += change[k]
+        found[k] = alive
+    return found
+
+
+def _least_largest(
+    points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int
+) -> tuple[int, ...]:
+    """The cuts with the least largest stage, by dynamic programming over the number of stages."""
+    ends = [0, *points, len(seconds)]
+    prefix = [0.0]
+    for s in seconds:
+        prefix.append(prefix[-1] + s)
+    best: list[list[tuple[float, int]]] = [[(0.0, -1)] + [(float("inf"), -1)] * (len(ends) - 1)]
+    for _ in range(stages):
+        row: list[tuple[float, int]] = [(float("inf"), -1)]
+        for j in range(1, len(ends)):
+            found = (float("inf"), -1)
+            for i in range(j):
+                if best[-1][i][0] >= found[0]:
+                    continue
+                mine = prefix[ends[j]] - prefix[ends[i]] + (sends[ends[i]] if ends[i] else 0.0)
+                found = min(found, (max(best[-1][i][0], mine), i))
+            row.append(found)
+        best.append(row)
+    cuts: list[int] = []
+    j = len(ends) - 1
+    for level in range(stages, 0, -1):
+        j = best[level][j][1]
+        cuts.append(ends[j])
+    cuts = cuts[-2::-1] if len(cuts) > 1 else []
+    assert all(a < b for a, b in pairwise(cuts)), f"cuts ascend: {cuts}"
+    return tuple(cuts)
+
+
+def describe_cuts(step: LoopStep, cuts: Sequence[int]) -> str:
+    """What crosses each cut, in words."""
+    crossing = _crossing(equation_kinds(step).forward)
+    return ", ".join(size_text(crossing[c]) for c in cuts)

@@ -54,11 +54,13 @@ class State:
       compute_s: seconds of forward and backward of all layers up to here.
       parameter_bytes: their weights.
       output_bytes: activations that later layers need.
+      smaller: numbers of the states that are part of this one; of a chain, all earlier ones.
     """
 
     compute_s: float
     parameter_bytes: float
     output_bytes: float
+    smaller: tuple[int, ...] = ()
 
 
 def read_profile(path: Path) -> tuple[State, ...]:
@@ -94,7 +96,9 @@ def read_profile(path: Path) -> tuple[State, ...]:
             graph.remove_node(name)
     if not graph:
         raise ArgumentError(explain(f"profile {path.name} has no layers", "at least one", "check the file"))
-    return tuple(_state(graph, layers, part) for part in _closed_sets(graph))
+    parts = _closed_sets(graph)
+    smaller = [tuple(k for k, other in enumerate(parts) if other < part) for part in parts]
+    return tuple(_state(graph, layers, part, less) for part, less in zip(parts, smaller, strict=True))
 
 
 def _layer(line: str) -> tuple[str, ProfiledLayer]:
@@ -124,10 +128,13 @@ def _closed_sets(graph: nx.DiGraph[str]) -> list[frozenset[str]]:
     return sorted(found, key=lambda part: (len(part), sorted(part)))
 
 
-def _state(graph: nx.DiGraph[str], layers: dict[str, ProfiledLayer], part: frozenset[str]) -> State:
+def _state(
+    graph: nx.DiGraph[str], layers: dict[str, ProfiledLayer], part: frozenset[str], smaller: tuple[int, ...]
+) -> State:
     ends = [name for name in part if not set(graph.successors(name)) <= part or graph.out_degree(name) == 0]
     return State(
         sum(layers[name].forward_s + layers[name].backward_s for name in part),
         sum(layers[name].parameter_bytes for name in part),
         sum(layers[name].activation_bytes for name in ends),
+        smaller,
     )

@@ -1,0 +1,236 @@
+"""DAPPLE's stage planner (Fan et al., PPoPP 2021, section 4): which layers, on how many devices, where.
+
+    TPL(j, m, g)   latency with the first j layers planned on the m devices g and the rest as one stage on the others;
+                   extended by cutting a stage of layers j..j' on m' devices off the rest, placed
+
+        fresh-first     on unused servers first          append-first     on partly used servers first
+        scatter-first   on all servers evenly
+
+Latency is that of `pipeline_law`: the closed form in the search, and for the best plans, if wished, the recursion over
+the schedule that the released planner uses. "Upstream" accounting counts a stage's boundary layer twice, as the released
+planner's evaluation does. The paper keeps one plan for each (j, g); here a few are, since the best start of a longer
+pipeline is not always the start that is best with the rest as one stage. A start is dropped when (M - 1) times its
+slowest block, or times the rest's work by its devices, is more than the best plan takes: no plan takes less.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from autoshard.costmodel import Block, pipeline_latency_s, pipeline_tasks, simulate
+from autoshard.search.stages.table import Group, PlannedStage, Servers, StagePlan, StageTable, check_planned
+
+Cut = tuple[int, int, Group]
+"""First and last layer of a stage, and its devices."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DappleOptions:
+    """How to plan.
+
+    Attributes:
+      upstream: whether boundary layers are counted twice.
+      recursion: whether the best plans are compared by the schedule's recursion, else by the closed form.
+      most_stages: number of stages at most; None: as many as devices.
+      width: starts kept for each (layers, devices used).
+      compared: plans compared by recursion.
+    """
+
+    upstream: bool = False
+    recursion: bool = False
+    most_stages: int | None = None
+    width: int = 4
+    compared: int = 16
+
+
+def plan_dapple(
+    table: StageTable, servers: Servers, microbatches: int, options: DappleOptions | None = None
+) -> StagePlan:
+    """The plan of least latency that the search finds.
+
+    Args:
+      table: costs of the layers for one microbatch.
+      servers: the devices; every plan uses all of them.
+      microbatches: of one step.
+      options: see there; None: the defaults.
+
+    Raises:
+      ArgumentError: no layers, devices or microbatches.
+    """
+    options = DappleOptions() if options is None else options
+    check_planned(table, sum(servers.devices), microbatches)
+    found = _Search(table, servers, microbatches, options).run()
+    if not options.recursion:
+        return _plan(*found[0], servers, table, microbatches, options)
+    timed = [(recursion_s(stage_blocks(table, servers, cuts, options.upstream), microbatches), cuts) for _, cuts in found]
+    return _plan(*min(timed, key=lambda t: t[0]), servers, table, microbatches, options)
+
+
+def stage_blocks(table: StageTable, servers: Servers, cuts: Sequence[Cut], upstream: bool = False) -> list[Block]:
+    """Stages and the links between them, for `pipeline_latency_s` and `pipeline_tasks`."""
+    blocks: list[Block] = []
+    for k, (first, last, group) in enumerate(cuts):
+        if k:
+            seconds = servers.send_s(cuts[k - 1][2], group, table.output_bytes[first - 1])
+            blocks.append(Block(seconds, seconds))
+        blocks.append(_block(table, servers, (first, last, group), upstream))
+    return blocks
+
+
+def recursion_s(blocks: Sequence[Block], microbatches: int) -> float:
+    """Latency by the recursion over the schedule."""
+    return simulate(pipeline_tasks(blocks, microbatches, contention=False), contention=False).makespan_s
+
+
+def placements(free: Group, whole: Group, count: int) -> Iterator[Group]:
+    """Up to three ways to take devices: fresh-first, append-first, scatter-first."""
+    fresh = sorted(range(len(free)), key=lambda k: (free[k] < whole[k], k))
+    append = sorted(range(len(free)), key=lambda k: (not 0 < free[k] < whole[k], k))
+    seen: set[Group] = set()
+    for group in (_filled(free, fresh, count), _filled(free, append, count), _scattered(free, count)):
+        if group not in seen:
+            seen.add(group)
+            yield group
+
+
+def _filled(free: Group, order: Sequence[int], count: int) -> Group:
+    taken = [0] * len(free)
+    for k in order:
+        taken[k] = min(free[k], count)
+        count -= taken[k]
+    return tuple(taken)
+
+
+def _scattered(free: Group, count: int) -> Group:
+    taken = [0] * len(free)
+    while count:
+        for k in range(len(free)):
+            if count and taken[k] < free[k]:
+                taken[k] += 1
+                count -= 1
+    return tuple(taken)
+
+
+def _block(table: StageTable, servers: Servers, cut: Cut, upstream: bool) -> Block:
+    first, last, group = cut
+    forward_s, backward_s, nbytes = table.cost(first, min(last + upstream, table.layers - 1))
+    count = sum(group)
+    return Block(forward_s / count, backward_s / count, servers.all_reduce_s(group, nbytes))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Stages so far with their blocks, the seconds with the rest as one stage, and those of the slowest block."""
+
+    seconds: float
+    slowest_s: float
+    cuts: tuple[Cut, ...]
+    blocks: tuple[Block, ...]
+
+
+@final
+class _Search:
+    """The table of TPL, filled from few layers to many."""
+
+    __slots__ = ("best", "microbatches", "options", "servers", "starts", "table")
+
+    def __init__(self, table: StageTable, servers: Servers, microbatches: int, options: DappleOptions) -> None:
+        self.table, self.servers, self.microbatches, self.options = table, servers, microbatches, options
+        self.starts: list[dict[Group, list[_Start]]] = [{} for _ in range(table.layers)]
+        self.best: list[tuple[float, int, tuple[Cut, ...]]] = []
+
+    def run(self) -> list[tuple[float, tuple[Cut, ...]]]:
+        """The best plans, best first."""
+        empty = _Start(0.0, 0.0, (), ())
+        self._whole(empty, self.servers.devices)
+        self.starts[0][self.servers.devices] = [empty]
+        most = self.options.most_stages or sum(self.servers.devices)
+        for layer in range(self.table.layers - 1):
+            for free, starts in self.starts[layer].items():
+                for start in starts:
+                    if len(start.cuts) + 1 < most:
+                        self._extend(start, layer, free)
+        return [(-seconds, cuts) for seconds, _, cuts in sorted(self.best, reverse=True)]
+
+    def _extend(self, start: _Start, first: int, free: Group) -> None:
+        """Cuts every stage off the rest."""
+        count = sum(free)
+        steady = self.microbatches - 1
+        for last in range(first, self.table.layers - 1):
+            forward_s, backward_s, _ = self.table.cost(last + 1, self.table.layers - 1)
+            for used in range(1, count):
+                rest_s = (forward_s + backward_s) / (count - used)
+                if steady * max(rest_s, start.slowest_s) > self._limit():
+                    continue
+                for group in placements(free, self.servers.devices, used):
+                    cut = (first, last, group)
+                    blocks = list(start.blocks)
+                    if start.cuts:
+                        nbytes = self.table.output_bytes[first - 1]
+                        seconds = self.servers.send_s(start.cuts[-1][2], group, nbytes)
+                        blocks.append(Block(seconds, seconds))
+                    blocks.append(_block(self.table, self.servers, cut, self.options.upstream))
+                    slowest = max(start.slowest_s, *(b.forward_s + b.backward_s for b in blocks[-2:]))
+                    if steady * slowest > self._limit():
+                        continue
+                    left = tuple(a - b for a, b in zip(free, group, strict=True))
+                    more = _Start(0.0, slowest, (*start.cuts, cut), tuple(blocks))
+                    self._keep(last + 1, left, self._whole(more, left))
+
+    def _whole(self, start: _Start, free: Group) -> _Start:
+        """A start with the rest as one stage: a plan."""
+        first = start.cuts[-1][1] + 1 if start.cuts else 0
+        tail = (first, self.table.layers - 1, free)
+        blocks = list(start.blocks)
+        if start.cuts:
+            seconds = self.servers.send_s(start.cuts[-1][2], free, self.table.output_bytes[first - 1])
+            blocks.append(Block(seconds, seconds))
+        blocks.append(_block(self.table, self.servers, tail, self.options.upstream))
+        seconds = pipeline_latency_s(blocks, self.microbatches)
+        plan = (-seconds, -len(start.cuts), (*start.cuts, tail))
+        if len(self.best) < self.options.compared:
+            heapq.heappush(self.best, plan)
+        elif plan > self.best[0]:
+            heapq.heapreplace(self.best, plan)
+        return _Start(seconds, start.slowest_s, start.cuts, start.blocks)
+
+    def _limit(self) -> float:
+        """Seconds that a plan may take to be among the best."""
+        return -self.best[0][0] if len(self.best) == self.options.compared else float("inf")
+
+    def _keep(self, layer: int, free: Group, start: _Start) -> None:
+        kept = self.starts[layer].setdefault(free, [])
+        kept.append(start)
+        kept.sort(key=lambda s: s.seconds)
+        del kept[self.options.width :]
+
+
+def _plan(
+    seconds: float,
+    cuts: tuple[Cut, ...],
+    servers: Servers,
+    table: StageTable,
+    microbatches: int,
+    options: DappleOptions,
+) -> StagePlan:
+    """Devices get their numbers, in order in each server; the slowest block says why."""
+    offsets = [sum(servers.devices[:k]) for k in range(len(servers.devices))]
+    stages: list[PlannedStage] = []
+    for first, last, group in cuts:
+        numbers: list[int] = []
+        for k, count in enumerate(group):
+            numbers += range(offsets[k], offsets[k] + count)
+            offsets[k] += count
+        stages.append(PlannedStage(first, last, tuple(numbers)))
+    blocks = stage_blocks(table, servers, cuts, options.upstream)
+    k = max(range(len(blocks)), key=lambda b: blocks[b].forward_s + blocks[b].backward_s)
+    name = f"the link after stage {k // 2}" if k % 2 else f"stage {k // 2}"
+    each = blocks[k].forward_s + blocks[k].backward_s
+    reduce_s = max(b.all_reduce_s for b in blocks)
+    why = f"{name} takes longest, {each:.3g} s for each of {microbatches} microbatches; all-reduce {reduce_s:.3g} s"
+    return StagePlan(tuple(stages), seconds, why)

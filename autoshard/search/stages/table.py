@@ -7,7 +7,7 @@ cost is a difference. A group of devices is a tuple: how many of each server.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
 
@@ -73,8 +73,22 @@ def profile_table(states: Sequence[State]) -> StageTable:
     """The table of a profile's states, forward and backward half of the whole each, as DAPPLE's planner counts."""
     half = (0.0, *(s.compute_s / 2 for s in states))
     parameters = (0.0, *(s.parameter_bytes for s in states))
-    before = tuple(s.smaller for s in states)
+    before = tuple(s.smaller for s in states) if any(s.smaller for s in states) else ()
     return StageTable(half, half, parameters, tuple(s.output_bytes for s in states), before)
+
+
+def chain_of(states: Sequence[State]) -> tuple[State, ...]:
+    """A longest chain of states, each part of the next; of the longest, the one whose outputs are smallest in sum."""
+    best: list[tuple[int, float, int]] = []
+    for k, state in enumerate(states):
+        length, sent, came = min(((best[j][0], best[j][1], j) for j in state.smaller), default=(0, 0.0, -1))
+        best.append((length - 1, sent + state.output_bytes, came))
+    k = min(range(len(states)), key=lambda j: best[j])
+    chain: list[State] = []
+    while k >= 0:
+        chain.append(replace(states[k], smaller=()))
+        k = best[k][2]
+    return tuple(reversed(chain))
 
 
 @final

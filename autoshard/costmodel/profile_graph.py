@@ -5,7 +5,7 @@
 
 Times are milliseconds, sizes bytes; an activation may be a list, `[a; b]`. A state is a set of layers that holds with
 each layer all it needs (PipeDream, Narayanan et al., SOSP 2019, calls its border an antichain); they are numbered from
-the smallest on. The layer "Input" is everybody's and left out.
+the smallest on. The layer "Input" is everybody's and left out, and so is a "__getitem__" that nobody uses.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def read_profile(path: Path) -> tuple[State, ...]:
     for name, layer in layers.items():
         if layer.name.startswith("Input") and graph.in_degree(name) == 0:
             graph.remove_node(name)
+        if layer.name.startswith("__getitem__") and name in graph and graph.out_degree(name) == 0:
+            graph.remove_node(name)
     if not graph:
         raise ArgumentError(explain(f"profile {path.name} has no layers", "at least one", "check the file"))
     parts = _closed_sets(graph)
@@ -111,10 +113,13 @@ def _layer(line: str) -> tuple[str, ProfiledLayer]:
 
 
 def _closed_sets(graph: nx.DiGraph[str]) -> list[frozenset[str]]:
-    """Sets that grow from the first source a layer at a time; other sources come with the layer that needs them."""
+    """Sets that grow from the first source a layer at a time; side branches, which do not come from it, are added with
+    the layer that needs them.
+    """
     needs = {n: frozenset(nx.ancestors(graph, n)) | {n} for n in graph}  # pyright: ignore[reportUnknownMemberType]
-    sources = {name for name in graph if graph.in_degree(name) == 0}
-    first = needs[next(name for name in graph if name in sources)]
+    source = next(name for name in graph if graph.in_degree(name) == 0)
+    reached = {name for name in graph if source in needs[name]}
+    first = needs[source]
     found, open_sets = {first}, [first]
     while open_sets:
         part = open_sets.pop()
@@ -122,7 +127,7 @@ def _closed_sets(graph: nx.DiGraph[str]) -> list[frozenset[str]]:
             raise ArgumentError(explain("a profile with too many states", f"at most {MOST_STATES}", "join its layers"))
         for name in {user for member in part for user in graph.successors(member)} - part:
             larger = part | needs[name]
-            if all(p in part or p in sources for p in graph.predecessors(name)) and larger not in found:
+            if all(p in part or p not in reached for p in graph.predecessors(name)) and larger not in found:
                 found.add(larger)
                 open_sets.append(larger)
     return sorted(found, key=lambda part: (len(part), sorted(part)))

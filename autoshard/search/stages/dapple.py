@@ -9,7 +9,7 @@
     and, where there are few, in every other way (on small clusters these three miss the best plan by up to 19 %).
 
 Latency is that of `pipeline_law`: the closed form in the search, and for the best plans, if wished, the recursion over
-the schedule that the released planner uses. "Upstream" accounting counts a stage's boundary layer twice, as the released
+the schedule that the released planner uses. "Upstream" accounting counts a stage's boundary layer twice, as that
 planner's evaluation does. The paper keeps one plan for each (j, g); here a few are, since the best start of a longer
 pipeline is not always the start that is best with the rest as one stage. A start is dropped when (M - 1) times its
 slowest block, or times the rest's work by its devices, is more than the best plan takes: no plan takes less.
@@ -26,6 +26,7 @@ from functools import cache
 from typing import final
 
 from autoshard.costmodel import Block, pipeline_latency_s, pipeline_tasks, simulate
+from autoshard.search.stages.pipedream import plan_pipedream
 from autoshard.search.stages.table import Group, PlannedStage, Servers, StagePlan, StageTable, check_planned
 
 Cut = tuple[int, int, Group]
@@ -87,7 +88,7 @@ def plan_dapple(
 
 
 def data_parallel_s(table: StageTable, servers: Servers, microbatches: int) -> float:
-    """Seconds of a step in which all devices do all layers, all-reduces one after the other beside the backward pass."""
+    """Seconds of a step in which all devices do all layers, all-reduces in order beside the backward pass."""
     count = sum(servers.devices)
     share = microbatches / count
     now = table.forward_s[-1] * share
@@ -178,6 +179,7 @@ class _Search:
         """The best plans, best first."""
         empty = _Start(0.0, 0.0, (), ())
         self._whole(empty, self.servers.devices)
+        self._even()
         self.starts[0][self.servers.devices] = [empty]
         most = self.options.most_stages or sum(self.servers.devices)
         for layer in range(self.table.layers - 1):
@@ -186,6 +188,36 @@ class _Search:
                     if len(start.cuts) + 1 < most:
                         self._extend(start, layer, free)
         return [(-seconds, cuts) for seconds, _, cuts in sorted(self.best, reverse=True)]
+
+    def _even(self) -> None:
+        """Pipelines with as many devices for each stage, down to the straight one: too long for cutting."""
+        total = sum(self.servers.devices)
+        most = min(self.options.most_stages or total, self.table.layers)
+        for count in range(2, most + 1):
+            if total % count:
+                continue
+            each = total // count
+            rate = self.servers.message_bytes_per_s * each
+            stages = plan_pipedream(self.table, count, rate, transfers=True, straight=True).stages
+            free, cuts = self.servers.devices, list[Cut]()
+            for stage in stages:
+                group = _filled(free, range(len(free)), each)
+                free = tuple(a - b for a, b in zip(free, group, strict=True))
+                cuts.append((stage.first, stage.last, group))
+            self._found(tuple(cuts))
+
+    def _found(self, cuts: tuple[Cut, ...]) -> float:
+        """A plan; its seconds."""
+        blocks = stage_blocks(self.table, self.servers, cuts, self.options.upstream)
+        seconds = pipeline_latency_s(blocks, self.microbatches)
+        plan = (-seconds, -len(cuts), cuts)
+        if plan in self.best:
+            return seconds
+        if len(self.best) < self.options.compared:
+            heapq.heappush(self.best, plan)
+        elif plan > self.best[0]:
+            heapq.heapreplace(self.best, plan)
+        return seconds
 
     def _extend(self, start: _Start, first: int, free: Group) -> None:
         """Cuts every stage off the rest."""
@@ -215,18 +247,7 @@ class _Search:
     def _whole(self, start: _Start, free: Group) -> _Start:
         """A start with the rest as one stage: a plan."""
         first = start.cuts[-1][1] + 1 if start.cuts else 0
-        tail = (first, self.table.layers - 1, free)
-        blocks = list(start.blocks)
-        if start.cuts:
-            seconds = self.servers.send_s(start.cuts[-1][2], free, self.table.output_bytes[first - 1])
-            blocks.append(Block(seconds, seconds))
-        blocks.append(_block(self.table, self.servers, tail, self.options.upstream))
-        seconds = pipeline_latency_s(blocks, self.microbatches)
-        plan = (-seconds, -len(start.cuts), (*start.cuts, tail))
-        if len(self.best) < self.options.compared:
-            heapq.heappush(self.best, plan)
-        elif plan > self.best[0]:
-            heapq.heapreplace(self.best, plan)
+        seconds = self._found((*start.cuts, (first, self.table.layers - 1, free)))
         return _Start(seconds, start.slowest_s, start.cuts, start.blocks)
 
     def _limit(self) -> float:

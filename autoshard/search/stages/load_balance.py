@@ -4,12 +4,13 @@
                         + cost of each node of another device whose result enters it, once
     load of a slow one  its seconds of its nodes (a host with all data at hand)
 
-Nodes of one group stay together (a backward node with its forward node), and so do groups that need each other. Two searches:
+Nodes of one group stay together (a backward node with its forward node), and so do groups that need each other. Two
+searches:
 
-    contiguous   the optimum over stages that are differences of ideals I (sets of forward groups that hold with each group
-                 all it needs):   L(I, d) = min over J in I of max{ L(J, d-1), load(I minus J) }
-    local        any split: from a start, groups move and swap while the sorted loads get less, with random kicks; it finds
-                 splits that are not contiguous and better
+    contiguous   the optimum over stages that are differences of ideals I (sets of forward groups that hold with each
+                 group all it needs):   L(I, d) = min over J in I of max{ L(J, d-1), load(I minus J) }
+    local        any split: from a start, groups move off the most loaded device while the sorted loads get less, with
+                 random kicks; it finds better splits that are not contiguous
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ def split_local(problem: LoadProblem, start: Split, *, seed: int = 0, kicks: int
 class _Local:
     """Loads kept up to date under moves of groups."""
 
-    __slots__ = ("classes", "count", "load", "near", "nbytes", "place", "problem", "users")
+    __slots__ = ("classes", "count", "load", "nbytes", "near", "place", "problem", "users")
 
     def __init__(self, problem: LoadProblem, device: Sequence[int]) -> None:
         self.problem, self.classes = problem, _Classes(problem)
@@ -315,7 +316,7 @@ class _Local:
         return (over, *sorted((round(x, 9) for x in self.load), reverse=True))
 
     def descend(self) -> tuple[float, ...]:
-        """Moves groups off the most loaded device, or swaps them, while that makes the value less."""
+        """Moves groups off the most loaded device while that makes the value less."""
         value = self.value()
         better = True
         while better:

@@ -59,7 +59,8 @@ def _ordered(bandwidths: Floats, part: list[int], placed: list[int]) -> list[int
     for k, a in enumerate(part):
         for b in part[k + 1 :]:
             graph.add_edge(a, b, weight=float(bandwidths[a, b] + bandwidths[b, a]))
-    halves = cast("tuple[float, tuple[list[int], list[int]]]", nx.stoer_wagner(graph))[1]
+    cut = nx.stoer_wagner(graph)  # pyright: ignore[reportUnknownMemberType]
+    halves = cast("tuple[float, tuple[list[int], list[int]]]", cut)[1]
     first, second = (sorted(half) for half in sorted(halves, key=min))
     if placed:
         near = [float(bandwidths[np.ix_(placed, half)].mean()) for half in (first, second)]
@@ -69,9 +70,7 @@ def _ordered(bandwidths: Floats, part: list[int], placed: list[int]) -> list[int
     return first + _ordered(bandwidths, second, placed + first)
 
 
-def plan_spp(
-    table: StageTable, bandwidths: Floats, microbatches: int, *, most_stages: int | None = None
-) -> StagePlan:
+def plan_spp(table: StageTable, bandwidths: Floats, microbatches: int, *, most_stages: int | None = None) -> StagePlan:
     """The plan that ends first under list scheduling.
 
     Args:

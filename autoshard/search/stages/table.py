@@ -53,7 +53,10 @@ class StageTable:
 
 
 def layer_table(
-    forward_s: Sequence[float], backward_s: Sequence[float], parameter_bytes: Sequence[float], output_bytes: Sequence[float]
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    parameter_bytes: Sequence[float],
+    output_bytes: Sequence[float],
 ) -> StageTable:
     """The table of a chain from each layer's own costs.
 
@@ -80,7 +83,7 @@ def profile_table(states: Sequence[State]) -> StageTable:
 def chain_of(states: Sequence[State]) -> tuple[State, ...]:
     """A longest chain of states, each part of the next; of the longest, the one whose outputs are smallest in sum."""
     best: list[tuple[int, float, int]] = []
-    for k, state in enumerate(states):
+    for state in states:
         length, sent, came = min(((best[j][0], best[j][1], j) for j in state.smaller), default=(0, 0.0, -1))
         best.append((length - 1, sent + state.output_bytes, came))
     k = min(range(len(states)), key=lambda j: best[j])
@@ -109,7 +112,7 @@ class Servers:
     message_bytes_per_s: float
 
     def all_reduce_s(self, group: Group, nbytes: float) -> float:
-        """Ring all-reduce; in a server each pair of devices has a ring of its own, as DAPPLE's released planner counts."""
+        """Ring all-reduce; in a server each pair of devices has a ring of its own, as DAPPLE's planner counts."""
         count = sum(group)
         if count == 1:
             return 0.0
@@ -117,7 +120,7 @@ class Servers:
         return 2 * (count - 1) / count * nbytes / rate
 
     def send_s(self, sources: Group, targets: Group, nbytes: float) -> float:
-        """Split and concatenated between the replicas of two stages: what comes from other servers is sent point to point."""
+        """Split and concatenated between replicas: what comes from other servers is sent point to point."""
         if not one_server(targets):
             return nbytes / self.collective_bytes_per_s
         own = next(k for k, n in enumerate(targets) if n)

@@ -7,10 +7,11 @@ messages in one direction between two ranks go one at a time, whatever can start
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 from autoshard.errors import ArgumentError, explain
 from autoshard.schedules.table import Action, Kind, Schedule
@@ -106,20 +107,22 @@ def send_priority(action: Action, stages: int) -> int:
     return action.microbatch * 2 * stages + turn
 
 
-class Picker(Protocol):
+class Picker(ABC):
     """Decides what an idle rank does."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def ready(self, stage: int, microbatch: int, kind: Kind) -> None:
         """A forward, a backward (kind BACKWARD, whole or its first part) or a weight gradient could run now."""
-        ...
 
+    @abstractmethod
     def pick(self, rank: int) -> Action | None:
         """What an idle rank does now, None for nothing."""
-        ...
 
+    @abstractmethod
     def ended(self, action: Action) -> None:
         """An action has ended."""
-        ...
 
 
 def play(picker: Picker, placement: Sequence[int], microbatches: int, times: StageTimes) -> dict[Action, float]:
@@ -222,7 +225,7 @@ class _Run:
 
 
 @final
-class _Rows:
+class _Rows(Picker):
     """Picks a schedule's own order."""
 
     __slots__ = ("left", "may")

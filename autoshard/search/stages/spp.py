@@ -13,7 +13,7 @@ b of a link between stages is the smallest bandwidth between their devices; each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast, final
+from typing import Any, cast, final
 
 import networkx as nx
 import numpy as np
@@ -59,8 +59,8 @@ def _ordered(bandwidths: Floats, part: list[int], placed: list[int]) -> list[int
     for k, a in enumerate(part):
         for b in part[k + 1 :]:
             graph.add_edge(a, b, weight=float(bandwidths[a, b] + bandwidths[b, a]))
-    cut = nx.stoer_wagner(graph)  # pyright: ignore[reportUnknownMemberType]
-    halves = cast("tuple[float, tuple[list[int], list[int]]]", cut)[1]
+    cut = cast(Any, nx).stoer_wagner(graph)
+    halves = cast("tuple[list[int], list[int]]", cut[1])
     first, second = (sorted(half) for half in sorted(halves, key=min))
     if placed:
         near = [float(bandwidths[np.ix_(placed, half)].mean()) for half in (first, second)]

@@ -91,11 +91,11 @@ def test_table_4(
 ) -> None:
     """Table 4's plans: DP / DP / 15:1 for VGG-19, 8:8 on A for the others, chosen here too.
 
-    Data parallelism is timed with all-reduces beside the backward pass (`overlap`), as its figures must be: without, 15:1
-    would win on A and B. Cuts: XLNet-36 18:18 layers as published. BERT-48 24:24, published 23:25, which takes 3.6 %
-    longer here (14.40 and 14.92 times one device; recursion, all layers alike). GNMT-16 10:6, published 9:7: in the
-    profile the first ten layers take 126 of 249 ms, for the last one takes 36 and the classifier 20. VGG-19 on C: all 16
-    convolutions before the cut, published 13:6, which sends 12 MB a microbatch in place of 3 (7.0 and 12.9 times).
+    Data parallelism is timed with all-reduces beside the backward pass (`overlap`); without that 15:1 wins on A and B.
+    Cuts: XLNet-36 18:18 layers as published. BERT-48 24:24, published 23:25, which is 3.6 % slower here (14.40 and 14.92
+    times one device). GNMT-16 10:6, published 9:7: in the profile the first ten layers take 126 of 249 ms, for the last
+    one takes 36 and the classifier 20. VGG-19 on C: all 16 convolutions before the cut, published 13:6, which sends 12 MB
+    a microbatch in place of 3 (7.0 and 12.9 times one device).
     """
     table = table_of(name)
     options = DappleOptions(recursion=True, width=1, compared=8, overlap=True, most_stages=3, most_ways=0)
@@ -117,10 +117,10 @@ def test_table_4_where_ours_is_another(
 ) -> None:
     """On flat clusters Table 4 has straight pipelines and 8:8; under the same accounting ours is at least as fast.
 
-    Speed-ups by recursion, ours / best cut of the published form: BERT-48 B 10.9 (8 stages of 2) / 10.14 (straight), C
-    9.18 (straight itself), XLNet-36 B 13.3 (4:6:6) / 12.65 (8:8), C 12.2 (8 of 2) / 10.51 (straight): two replicas halve
-    the fill of 16 stages, which costs more than their all-reduce. GNMT-16 on B and C is left out: its published straight
-    pipeline has a layer a stage, and the profile's longest layer (36 of 249 ms) holds that below 7 times one device.
+    Speed-ups by recursion, ours / best cut of the published form: BERT-48 B 10.9 (8 stages of 2) / 10.14 (straight),
+    C 9.18 (straight itself); XLNet-36 B 13.3 (4:6:6) / 12.65 (8:8), C 12.2 (8 of 2) / 10.51 (straight): two replicas
+    halve the fill of 16 stages, which costs more than their all-reduce. GNMT-16 on B and C is left out: a straight
+    pipeline of its layers stays below 7 times one device, for the profile's longest takes 36 of 249 ms.
     """
     table = table_of(name)
     options = DappleOptions(recursion=True, width=1, compared=8, most_stages=16 if straight else 3, most_ways=0)

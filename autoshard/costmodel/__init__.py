@@ -19,6 +19,7 @@ from .fusion import fusible as fusible
 from .fusion import fusion_class as fusion_class
 from .fusion import fusion_estimate as fusion_estimate
 from .fusion import materialized as materialized
+from .fusion import stored_anywhere as stored_anywhere
 from .graph_time import graph_time_s as graph_time_s
 from .learned import SAMPLES as SAMPLES
 from .learned import WITHIN as WITHIN
@@ -44,6 +45,7 @@ from .liveness import find_lives as find_lives
 from .liveness import usage as usage
 from .matrix_rules import matmul_class as matmul_class
 from .measured import TRANSCENDENTAL_FLOPS as TRANSCENDENTAL_FLOPS
+from .measured import aligned as aligned
 from .measured import fresh_pages_s as fresh_pages_s
 from .measured import measured_time_s as measured_time_s
 from .memory import Buffers as Buffers

@@ -31,7 +31,7 @@ from typing import final
 from autoshard.errors import ArgumentError, explain
 from autoshard.schedules.fixed import bounds_of, check_sizes, early_backward, interleaved
 from autoshard.schedules.table import Action, Kind, Schedule, line_placement, round_placement, v_placement
-from autoshard.schedules.times import Picker, StageTimes, makespan_s, play
+from autoshard.schedules.times import StageTimes, makespan_s, play
 from autoshard.schedules.verify import verify
 from autoshard.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
@@ -114,7 +114,7 @@ def _listed(picker: _Lister, placement: tuple[int, ...], microbatches: int, time
 
 
 @final
-class _Lister(Picker):
+class _Lister:
     """Picks by the rules of the module."""
 
     __slots__ = (

@@ -7,11 +7,10 @@ messages in one direction between two ranks go one at a time, whatever can start
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 from autoshard.errors import ArgumentError, explain
 from autoshard.schedules.table import Action, Kind, Schedule
@@ -107,22 +106,21 @@ def send_priority(action: Action, stages: int) -> int:
     return action.microbatch * 2 * stages + turn
 
 
-class Picker(ABC):
+@runtime_checkable
+class Picker(Protocol):
     """Decides what an idle rank does."""
 
-    __slots__ = ()
-
-    @abstractmethod
     def ready(self, stage: int, microbatch: int, kind: Kind) -> None:
         """A forward, a backward (kind BACKWARD, whole or its first part) or a weight gradient could run now."""
+        ...
 
-    @abstractmethod
     def pick(self, rank: int) -> Action | None:
         """What an idle rank does now, None for nothing."""
+        ...
 
-    @abstractmethod
     def ended(self, action: Action) -> None:
         """An action has ended."""
+        ...
 
 
 def play(picker: Picker, placement: Sequence[int], microbatches: int, times: StageTimes) -> dict[Action, float]:
@@ -225,7 +223,7 @@ class _Run:
 
 
 @final
-class _Rows(Picker):
+class _Rows:
     """Picks a schedule's own order."""
 
     __slots__ = ("left", "may")

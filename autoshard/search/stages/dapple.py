@@ -12,7 +12,8 @@ Latency is that of `pipeline_law`: the closed form in the search, and for the be
 the schedule that the released planner uses. "Upstream" accounting counts a stage's boundary layer twice, as that
 planner's evaluation does. The paper keeps one plan for each (j, g); here a few are, since the best start of a longer
 pipeline is not always the start that is best with the rest as one stage. A start is dropped when (M - 1) times its
-slowest block, or times the rest's work by its devices, is more than the best plan takes: no plan takes less.
+slowest block, or times the rest's work by its devices, is more than the plans found so far take: no plan from it takes
+less.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from functools import cache
 from typing import final
 
 from autoshard.costmodel import Block, pipeline_latency_s, pipeline_tasks, simulate
+from autoshard.errors import ArgumentError, explain
 from autoshard.search.stages.pipedream import plan_pipedream
 from autoshard.search.stages.table import Group, PlannedStage, Servers, StagePlan, StageTable, check_planned
 
@@ -70,10 +72,13 @@ def plan_dapple(
       options: see there; None: the defaults.
 
     Raises:
-      ArgumentError: no layers, devices or microbatches.
+      ArgumentError: no layers, devices, microbatches or stages, or options that keep or compare no plan.
     """
     options = DappleOptions() if options is None else options
-    check_planned(table, sum(servers.devices), microbatches)
+    check_planned(table, sum(servers.devices), microbatches, options.most_stages)
+    if options.width < 1 or options.compared < 1:
+        given = f"width {options.width}, compared {options.compared}"
+        raise ArgumentError(explain(given, "at least 1 each", "keep a start and compare a plan"))
     found = _Search(table, servers, microbatches, options).run()
     if options.recursion:
         blocks = [stage_blocks(table, servers, cuts, options.upstream) for _, cuts in found]
@@ -103,11 +108,11 @@ def data_parallel_s(table: StageTable, servers: Servers, microbatches: int) -> f
 def stage_blocks(table: StageTable, servers: Servers, cuts: Sequence[Cut], upstream: bool = False) -> list[Block]:
     """Stages and the links between them, for `pipeline_latency_s` and `pipeline_tasks`."""
     blocks: list[Block] = []
-    for k, (first, last, group) in enumerate(cuts):
+    for k, cut in enumerate(cuts):
         if k:
-            seconds = servers.send_s(cuts[k - 1][2], group, table.output_bytes[first - 1])
+            seconds = _link_s(table, servers, cuts[k - 1][2], cut)
             blocks.append(Block(seconds, seconds))
-        blocks.append(_block(table, servers, (first, last, group), upstream))
+        blocks.append(_block(table, servers, cut, upstream))
     return blocks
 
 
@@ -146,6 +151,11 @@ def _scattered(free: Group, count: int) -> Group:
     return tuple(taken)
 
 
+def _link_s(table: StageTable, servers: Servers, sources: Group, cut: Cut) -> float:
+    """Seconds in which a stage gets its input from the stage before."""
+    return servers.send_s(sources, cut[2], table.output_bytes[cut[0] - 1])
+
+
 def _block(table: StageTable, servers: Servers, cut: Cut, upstream: bool) -> Block:
     first, last, group = cut
     forward_s, backward_s, nbytes = table.cost(first, min(last + upstream, table.layers - 1))
@@ -168,12 +178,13 @@ class _Start:
 class _Search:
     """The table of TPL, filled from few layers to many."""
 
-    __slots__ = ("best", "microbatches", "options", "servers", "starts", "table")
+    __slots__ = ("best", "limit_s", "microbatches", "options", "servers", "starts", "table")
 
     def __init__(self, table: StageTable, servers: Servers, microbatches: int, options: DappleOptions) -> None:
         self.table, self.servers, self.microbatches, self.options = table, servers, microbatches, options
         self.starts: list[dict[Group, list[_Start]]] = [{} for _ in range(table.layers)]
         self.best: list[tuple[float, int, tuple[Cut, ...]]] = []
+        self.limit_s = float("inf")  # what a plan may take to be among the best
 
     def run(self) -> list[tuple[float, tuple[Cut, ...]]]:
         """The best plans, best first."""
@@ -192,7 +203,7 @@ class _Search:
     def _even(self) -> None:
         """Pipelines with as many devices for each stage, down to the straight one: too long for cutting."""
         total = sum(self.servers.devices)
-        most = min(self.options.most_stages or total, self.table.layers)
+        most = min(self.options.most_stages or total, self.table.most_stages)
         for count in range(2, most + 1):
             if total % count:
                 continue
@@ -204,11 +215,11 @@ class _Search:
                 group = _filled(free, range(len(free)), each)
                 free = tuple(a - b for a, b in zip(free, group, strict=True))
                 cuts.append((stage.first, stage.last, group))
-            self._found(tuple(cuts))
+            blocks = stage_blocks(self.table, self.servers, cuts, self.options.upstream)
+            self._found(tuple(cuts), blocks)
 
-    def _found(self, cuts: tuple[Cut, ...]) -> float:
+    def _found(self, cuts: tuple[Cut, ...], blocks: Sequence[Block]) -> float:
         """A plan; its seconds."""
-        blocks = stage_blocks(self.table, self.servers, cuts, self.options.upstream)
         seconds = pipeline_latency_s(blocks, self.microbatches)
         plan = (-seconds, -len(cuts), cuts)
         if plan in self.best:
@@ -217,42 +228,50 @@ class _Search:
             heapq.heappush(self.best, plan)
         elif plan > self.best[0]:
             heapq.heapreplace(self.best, plan)
+        if len(self.best) == self.options.compared:
+            self.limit_s = -self.best[0][0]
         return seconds
 
     def _extend(self, start: _Start, first: int, free: Group) -> None:
         """Cuts every stage off the rest."""
         count = sum(free)
         steady = self.microbatches - 1
-        for last in range(first, self.table.layers - 1):
-            forward_s, backward_s, _ = self.table.cost(last + 1, self.table.layers - 1)
+        end = self.table.layers - 1
+        for last in range(first, end):
+            if first and first - 1 not in self.table.before_of(last):
+                continue
+            rest_s = sum(self.table.cost(last + 1, end)[:2])
+            own_s = sum(self.table.cost(first, last)[:2])
             for used in range(1, count):
-                rest_s = (forward_s + backward_s) / (count - used)
-                if steady * max(rest_s, start.slowest_s) > self._limit():
+                if steady * max(rest_s / (count - used), own_s / used, start.slowest_s) > self.limit_s:
                     continue
                 for group in placements(free, self.servers.devices, used, self.options.most_ways):
                     cut = (first, last, group)
-                    blocks = list(start.blocks)
+                    link: tuple[Block, ...] = ()
+                    slowest = start.slowest_s
                     if start.cuts:
-                        nbytes = self.table.output_bytes[first - 1]
-                        seconds = self.servers.send_s(start.cuts[-1][2], group, nbytes)
-                        blocks.append(Block(seconds, seconds))
-                    blocks.append(_block(self.table, self.servers, cut, self.options.upstream))
-                    slowest = max(start.slowest_s, *(b.forward_s + b.backward_s for b in blocks[-2:]))
-                    if steady * slowest > self._limit():
-                        continue
+                        seconds = _link_s(self.table, self.servers, start.cuts[-1][2], cut)
+                        if steady * 2 * seconds > self.limit_s:
+                            continue
+                        link = (Block(seconds, seconds),)
+                        slowest = max(slowest, 2 * seconds)
+                    stage = _block(self.table, self.servers, cut, self.options.upstream)
+                    slowest = max(slowest, stage.forward_s + stage.backward_s)
                     left = tuple(a - b for a, b in zip(free, group, strict=True))
-                    more = _Start(0.0, slowest, (*start.cuts, cut), tuple(blocks))
+                    more = _Start(0.0, slowest, (*start.cuts, cut), (*start.blocks, *link, stage))
                     self._keep(last + 1, left, self._whole(more, left))
 
     def _whole(self, start: _Start, free: Group) -> _Start:
         """A start with the rest as one stage: a plan."""
         first = start.cuts[-1][1] + 1 if start.cuts else 0
-        seconds = self._found((*start.cuts, (first, self.table.layers - 1, free)))
+        rest = (first, self.table.layers - 1, free)
+        blocks = [*start.blocks]
+        if start.cuts:
+            seconds = _link_s(self.table, self.servers, start.cuts[-1][2], rest)
+            blocks.append(Block(seconds, seconds))
+        blocks.append(_block(self.table, self.servers, rest, self.options.upstream))
+        seconds = self._found((*start.cuts, rest), blocks)
         return _Start(seconds, start.slowest_s, start.cuts, start.blocks)
-
-    def _limit(self) -> float:
-        """Seconds that a plan may take to be among the best."""
-        return -self.best[0][0] if len(self.best) == self.options.compared else float("inf")
 
     def _keep(self, layer: int, free: Group, start: _Start) -> None:
         kept = self.starts[layer].setdefault(free, [])

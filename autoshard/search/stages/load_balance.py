@@ -2,7 +2,7 @@
 
     load of a device    seconds of its nodes + cost of each node whose result leaves the device, once,
                         + cost of each node of another device whose result enters it, once
-    load of a slow one  its seconds of its nodes (a host with all data at hand)
+    load of a slow one  its seconds for its nodes (a host with all data at hand)
 
 Nodes of one group stay together (a backward node with its forward node), and so do groups that need each other. Two
 searches:
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from autoshard.errors import ArgumentError, explain
 
 MOST_IDEALS = 20_000
+"""The search takes time and memory by their square; the published layer graphs have up to some thousands."""
 
 
 @final
@@ -59,7 +60,10 @@ class LoadProblem:
       nodes: of the graph.
       edges: pairs of nodes.
       devices: number of them; slow_devices: of slow ones.
-      memory_bytes: of each device.
+      memory_bytes: of each device; slow ones have no limit.
+
+    Raises:
+      ArgumentError: no nodes or devices, or an edge of a node that is none.
     """
 
     nodes: tuple[LoadNode, ...]
@@ -67,6 +71,15 @@ class LoadProblem:
     devices: int
     slow_devices: int = 0
     memory_bytes: float = float("inf")
+
+    def __post_init__(self) -> None:
+        size = len(self.nodes)
+        if not size or min(self.devices, self.slow_devices) < 0 or self.devices + self.slow_devices < 1:
+            given = f"{size} nodes on {self.devices} devices and {self.slow_devices} slow ones"
+            raise ArgumentError(explain(given, "at least one of each", "add one"))
+        for edge in self.edges:
+            if not all(0 <= end < size for end in edge):
+                raise ArgumentError(explain(f"edge {edge}", f"two of nodes 0 to {size - 1}", "correct it"))
 
 
 @final
@@ -84,7 +97,12 @@ class Split:
 
 
 def loads_s(problem: LoadProblem, device: Sequence[int]) -> list[float]:
-    """The load of each device under a split."""
+    """The load in seconds of each device under a split, slow devices last.
+
+    Raises:
+      ArgumentError: a split that is none of the graph over these devices.
+    """
+    _check_split(problem, device)
     load = [0.0] * (problem.devices + problem.slow_devices)
     for node, d in zip(problem.nodes, device, strict=True):
         load[d] += node.seconds if d < problem.devices else node.slow_seconds
@@ -94,6 +112,13 @@ def loads_s(problem: LoadProblem, device: Sequence[int]) -> list[float]:
             if d < problem.devices:
                 load[d] += problem.nodes[k].send_s
     return load
+
+
+def _check_split(problem: LoadProblem, device: Sequence[int]) -> None:
+    count = problem.devices + problem.slow_devices
+    if len(device) != len(problem.nodes) or not all(0 <= d < count for d in device):
+        given = f"a split of {len(device)} nodes over devices {sorted(set(device))}"
+        raise ArgumentError(explain(given, f"{len(problem.nodes)} nodes, devices 0 to {count - 1}", "correct it"))
 
 
 def split_contiguous(problem: LoadProblem) -> Split:
@@ -161,8 +186,12 @@ class _Classes:
         for k, c in enumerate(of):
             self.members[c].append(k)
         self.seconds, self.slow, self.nbytes = (
-            np.bincount(of, weights=[getattr(node, name) for node in problem.nodes], minlength=count)
-            for name in ("seconds", "slow_seconds", "nbytes")
+            np.bincount(of, weights=column, minlength=count)
+            for column in (
+                [node.seconds for node in problem.nodes],
+                [node.slow_seconds for node in problem.nodes],
+                [node.nbytes for node in problem.nodes],
+            )
         )
         results: dict[frozenset[int], float] = {}
         for k, users in enumerate(_users(problem)):
@@ -224,16 +253,24 @@ def _users(problem: LoadProblem) -> list[set[int]]:
 
 
 def split_local(problem: LoadProblem, start: Split, *, seed: int = 0, kicks: int = 200) -> Split:
-    """A split of any form, no worse than the start.
+    """A split of any form, no worse than the start: less too much memory, or as much and a smaller largest load.
 
     Args:
       problem: the graph.
       start: where to begin, for instance `split_contiguous`.
       seed: of the kicks.
       kicks: how often some groups are moved at random and improved again.
+
+    Raises:
+      ArgumentError: a start that is no split of the graph, or separates nodes that stay together.
     """
     draw = random.Random(seed)
+    _check_split(problem, start.device)
     search = _Local(problem, start.device)
+    if search.devices() != list(start.device):
+        given = "a start that separates nodes of a group, or groups that need each other"
+        raise ArgumentError(explain(given, "such nodes on one device", "start from split_contiguous"))
+    first = search.value()
     best = search.descend()
     kept = list(search.place)
     for _ in range(kicks):
@@ -245,15 +282,14 @@ def split_local(problem: LoadProblem, start: Split, *, seed: int = 0, kicks: int
             best, kept = found, list(search.place)
     search.put(kept)
     device = search.devices()
-    load = max(loads_s(problem, device))
-    return Split(tuple(device), load) if load < start.load_s else start
+    return Split(tuple(device), max(loads_s(problem, device))) if best[:2] < first[:2] else start
 
 
 @final
 class _Local:
     """Loads kept up to date under moves of groups."""
 
-    __slots__ = ("classes", "count", "load", "nbytes", "near", "place", "problem", "users")
+    __slots__ = ("classes", "count", "load", "nbytes", "near", "place", "problem", "unit_s", "users")
 
     def __init__(self, problem: LoadProblem, device: Sequence[int]) -> None:
         self.problem, self.classes = problem, _Classes(problem)
@@ -268,6 +304,7 @@ class _Local:
         self.load: list[float] = []
         self.nbytes: list[float] = []
         self.put(self.place)
+        self.unit_s = 1e-9 * sum(node.seconds + node.slow_seconds for node in problem.nodes) or 1.0
 
     def devices(self) -> list[int]:
         """The device of each node."""
@@ -310,10 +347,10 @@ class _Local:
             self._cut(r, 1.0)
 
     def value(self) -> tuple[float, ...]:
-        """Memory too much, then loads from the largest on."""
+        """Memory too much, then loads from the largest on, in units that hide the error of sums kept up to date."""
         limit = self.problem.memory_bytes
         over = sum(max(0.0, n - limit) for n in self.nbytes[: self.problem.devices])
-        return (over, *sorted((round(x, 9) for x in self.load), reverse=True))
+        return (over, *sorted((round(x / self.unit_s) for x in self.load), reverse=True))
 
     def descend(self) -> tuple[float, ...]:
         """Moves groups off the most loaded device while that makes the value less."""

@@ -1,6 +1,6 @@
 """PipeDream's planner (Narayanan et al., SOSP 2019, section 3.1): the slowest stage as fast as can be.
 
-    A(j, m) = min over k, m' of max{ A(k, m - m'), 2 a_k / (b m') if transfers count, T(k+1, j, m') }
+    A(j, m) = min over k, m' of max{ A(k, m - m'), 2 max(a_k, a_j) / (b m') if transfers count, T(k+1, j, m') }
     T(i, j, m) = (seconds of layers i..j + 4 (m-1)/m * parameter bytes / b) / m
 
 for asynchronous pipelines, in which each replica sums its gradients after each microbatch of its own. The factor 4 and
@@ -26,12 +26,14 @@ def plan_pipedream(
       straight: whether each stage has one device.
 
     Raises:
-      ArgumentError: no layers or devices, or fewer layers than devices of a straight pipeline.
+      ArgumentError: no layers or devices, a rate not above 0, or fewer layers than devices of a straight pipeline.
     """
     check_planned(table, devices, 1)
+    if not bytes_per_s > 0:
+        raise ArgumentError(explain(f"{bytes_per_s} bytes a second", "a rate above 0", "correct it"))
     size = table.layers
-    if straight and size < devices:
-        given = f"a straight pipeline of {size} layers on {devices} devices"
+    if straight and table.most_stages < devices:
+        given = f"a straight pipeline of {table.most_stages} layers on {devices} devices"
         raise ArgumentError(explain(given, "at least a layer for each", "use fewer devices"))
     best = [[float("inf")] * (devices + 1) for _ in range(size)]
     came: list[list[tuple[int, int]]] = [[(-1, 0)] * (devices + 1) for _ in range(size)]
@@ -39,7 +41,7 @@ def plan_pipedream(
         for count in range(1, devices + 1):
             if not straight or count == 1:
                 best[last][count], came[last][count] = _stage_s(table, 0, last, count, bytes_per_s), (-1, count)
-            for k in _before(table, last):
+            for k in table.before_of(last):
                 for own in range(1, 2 if straight else count):
                     seconds = max(best[k][count - own], _stage_s(table, k + 1, last, own, bytes_per_s))
                     if transfers:
@@ -56,10 +58,6 @@ def plan_pipedream(
     seconds = best[size - 1][devices]
     why = f"no split has a slowest stage below {seconds:.3g} s a microbatch"
     return StagePlan(tuple(reversed(stages)), seconds, why)
-
-
-def _before(table: StageTable, last: int) -> tuple[int, ...] | range:
-    return table.before[last] if table.before else range(last)
 
 
 def _stage_s(table: StageTable, first: int, last: int, count: int, bytes_per_s: float) -> float:

@@ -45,7 +45,7 @@ def device_order(bandwidths: Floats) -> tuple[int, ...]:
       ArgumentError: bandwidths that are no square, or not above 0.
     """
     size = len(bandwidths)
-    if bandwidths.shape != (size, size) or size < 1 or (bandwidths + np.eye(size) <= 0).any():
+    if bandwidths.shape != (size, size) or size < 1 or not (bandwidths + np.eye(size) > 0).all():
         given = f"bandwidths of shape {bandwidths.shape}"
         raise ArgumentError(explain(given, "a square of numbers above 0, its diagonal aside", "correct them"))
     return tuple(_ordered(bandwidths, list(range(size)), []))
@@ -80,12 +80,12 @@ def plan_spp(table: StageTable, bandwidths: Floats, microbatches: int, *, most_s
       most_stages: number of stages at most; None: as many as layers or devices.
 
     Raises:
-      ArgumentError: no layers, devices or microbatches, or bandwidths that are none.
+      ArgumentError: no layers, devices, microbatches or stages, or bandwidths that are none.
     """
-    check_planned(table, len(bandwidths), microbatches)
+    check_planned(table, len(bandwidths), microbatches, most_stages)
     order = device_order(bandwidths)
     bottleneck = _Bottleneck(table, bandwidths[np.ix_(order, order)], microbatches)
-    most = min(table.layers, len(order), most_stages or len(order))
+    most = min(table.most_stages, len(order), most_stages or len(order))
     plans: list[tuple[float, int, tuple[PlannedStage, ...]]] = []
     for count in range(1, most + 1):
         bottleneck.more_stages()
@@ -124,12 +124,15 @@ def stages_s(table: StageTable, stages: Sequence[PlannedStage], bandwidths: Floa
 class _Bottleneck:
     """W as arrays over (layers, last stage's devices, devices), one for each number of stages."""
 
-    __slots__ = ("bandwidths", "came", "link_s", "microbatches", "stage_s", "table", "values")
+    __slots__ = ("bandwidths", "came", "link_s", "may", "microbatches", "stage_s", "table", "values")
 
     def __init__(self, table: StageTable, bandwidths: Floats, microbatches: int) -> None:
         self.table, self.bandwidths, self.microbatches = table, bandwidths, microbatches
         both = np.array(table.forward_s) + np.array(table.backward_s)
-        self.stage_s = np.maximum(both[None, :] - both[:, None], 0.0)  # [l', l]
+        self.stage_s = both[None, :] - both[:, None]  # [l', l]
+        self.may = np.zeros((table.layers + 1, table.layers + 1), bool)  # [l', l]: a stage of layers l'+1..l
+        for last in range(table.layers):
+            self.may[[0, *(k + 1 for k in table.before_of(last))], last + 1] = True
         self.link_s = 2 * np.array((0.0, *table.output_bytes))  # [l'], there and back
         self.values: list[Floats] = []
         self.came: list[NDArray[np.int64]] = []
@@ -141,13 +144,12 @@ class _Bottleneck:
         value, came = np.full(shape, np.inf), np.zeros((*shape, 2), np.int64)
         nbytes = np.array(self.table.parameter_bytes)
         size = nbytes[None, :] - nbytes[:, None]
-        later = np.tri(layers + 1, layers + 1, 0, bool)  # l' >= l: no layer
         for last in range(1, devices + 1):
             for own in range(1, last + 1):
                 inside = self.bandwidths[last - own : last, last - own : last]
                 slowest = float((inside + np.diag([np.inf] * own)).min()) if own > 1 else np.inf
                 stage = self.microbatches * self.stage_s / own + 2 * (own - 1) / own * size / slowest
-                stage = np.where(later, np.inf, stage)
+                stage = np.where(self.may, stage, np.inf)
                 if not self.values:
                     if own == last:
                         value[:, own, last] = stage[0]

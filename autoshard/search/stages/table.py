@@ -6,6 +6,7 @@ cost is a difference. A group of devices is a tuple: how many of each server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -42,6 +43,20 @@ class StageTable:
         """Number of layers."""
         return len(self.output_bytes)
 
+    @property
+    def most_stages(self) -> int:
+        """Number of stages in the longest pipeline of these layers."""
+        if not self.before:
+            return self.layers
+        longest: list[int] = []
+        for last in range(self.layers):
+            longest.append(1 + max((longest[k] for k in self.before_of(last)), default=0))
+        return longest[-1]
+
+    def before_of(self, last: int) -> Sequence[int]:
+        """Layers that may end the stage before the one that this layer ends."""
+        return self.before[last] if self.before else range(last)
+
     def cost(self, first: int, last: int) -> tuple[float, float, float]:
         """Forward and backward seconds and parameter bytes of layers first to last."""
         end = last + 1
@@ -61,12 +76,22 @@ def layer_table(
     """The table of a chain from each layer's own costs.
 
     Raises:
-      ArgumentError: no layers, or columns of unlike length.
+      ArgumentError: no layers, columns of unlike length, or a cost below 0 or not finite.
     """
     sizes = {len(forward_s), len(backward_s), len(parameter_bytes), len(output_bytes)}
     if len(sizes) > 1 or sizes == {0}:
         given = f"columns of {sorted(sizes)} layers"
         raise ArgumentError(explain(given, "as many of each, at least one", "correct the table"))
+    for name, column in (
+        ("forward_s", forward_s),
+        ("backward_s", backward_s),
+        ("parameter_bytes", parameter_bytes),
+        ("output_bytes", output_bytes),
+    ):
+        for layer, value in enumerate(column):
+            if not 0 <= value < math.inf:
+                given = f"{name} of layer {layer} is {value}"
+                raise ArgumentError(explain(given, "a finite number, at least 0", "correct the table"))
     sums = (tuple(accumulate(column, initial=0.0)) for column in (forward_s, backward_s, parameter_bytes))
     forward, backward, parameters = sums
     return StageTable(forward, backward, parameters, tuple(output_bytes))
@@ -82,6 +107,8 @@ def profile_table(states: Sequence[State]) -> StageTable:
 
 def chain_of(states: Sequence[State]) -> tuple[State, ...]:
     """A longest chain of states, each part of the next; of the longest, the one whose outputs are smallest in sum."""
+    if not states:
+        return ()
     best: list[tuple[int, float, int]] = []
     for state in states:
         length, sent, came = min(((best[j][0], best[j][1], j) for j in state.smaller), default=(0, 0.0, -1))
@@ -104,12 +131,21 @@ class Servers:
       inside_bytes_per_s: between two devices of a server.
       collective_bytes_per_s: of each device between servers, in an all-reduce or to several servers.
       message_bytes_per_s: point to point between servers.
+
+    Raises:
+      ArgumentError: a number of devices below 0, or a rate not above 0.
     """
 
     devices: Group
     inside_bytes_per_s: float
     collective_bytes_per_s: float
     message_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        rates = (self.inside_bytes_per_s, self.collective_bytes_per_s, self.message_bytes_per_s)
+        if any(n < 0 for n in self.devices) or not all(rate > 0 for rate in rates):
+            given = f"servers of {self.devices} devices, rates {rates}"
+            raise ArgumentError(explain(given, "devices not below 0, rates above 0", "correct them"))
 
     def all_reduce_s(self, group: Group, nbytes: float) -> float:
         """Ring all-reduce; in a server each pair of devices has a ring of its own, as DAPPLE's planner counts."""
@@ -146,7 +182,7 @@ def servers_of(cluster: Cluster) -> Servers:
 
 def one_server(group: Group) -> bool:
     """Whether all devices of a group are of one server."""
-    return sum(n > 0 for n in group) == 1
+    return max(group) == sum(group)
 
 
 @final
@@ -190,8 +226,10 @@ class StagePlan:
         return tuple(stage.first for stage in self.stages[1:])
 
 
-def check_planned(table: StageTable, devices: int, microbatches: int) -> None:
-    """Raises ArgumentError where there is nothing to plan."""
+def check_planned(table: StageTable, devices: int, microbatches: int, most_stages: int | None = None) -> None:
+    """Raises ArgumentError where there is nothing to plan, or no stage may be made."""
+    if most_stages is not None and most_stages < 1:
+        raise ArgumentError(explain(f"most_stages {most_stages}", "at least 1, or None", "allow a stage"))
     if table.layers < 1 or devices < 1 or microbatches < 1:
         given = f"{table.layers} layers, {devices} devices, {microbatches} microbatches"
         raise ArgumentError(explain(given, "at least one of each", "add one"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.errors import ArgumentError
-from autoshard.search.stages import LoadNode, LoadProblem, loads_s, split_contiguous, split_local
+from autoshard.search.stages import LoadNode, LoadProblem, Split, loads_s, split_contiguous, split_local
 
 FOLDER = Path(__file__).parents[4] / "shared" / "data" / "dnn-partitioning"
 
@@ -111,3 +111,36 @@ def test_memory_too_small() -> None:
     problem = LoadProblem((LoadNode(1.0, 1.0, 5.0, 0.0, 0),), (), 2, 0, 4.0)
     with pytest.raises(ArgumentError, match="no split fits into memory"):
         split_contiguous(problem)
+
+
+def test_local_repairs_a_start_that_takes_too_much_memory() -> None:
+    """The repaired split has the larger load."""
+    nodes = (LoadNode(1.0, 1.0, 3.0, 5.0, 0), LoadNode(1.0, 1.0, 3.0, 5.0, 1))
+    problem = LoadProblem(nodes, ((0, 1),), 2, 0, 4.0)
+    found = split_local(problem, Split((0, 0), 2.0))
+    assert set(found.device) == {0, 1}
+    assert found.load_s == pytest.approx(6.0)
+
+
+def test_local_search_has_no_scale() -> None:
+    """In nanoseconds as in seconds."""
+    nodes = tuple(LoadNode(x, x, 1.0, 0.0, k) for k, x in enumerate((3.0, 3.0, 2.0, 2.0, 2.0)))
+    small = tuple(replace(node, seconds=node.seconds * 1e-9, slow_seconds=0.0) for node in nodes)
+    for each, figure in ((nodes, 6.0), (small, 6e-9)):
+        problem = LoadProblem(each, (), 2)
+        assert split_local(problem, Split((0,) * 5, 0.0)).load_s == pytest.approx(figure)
+
+
+def test_refused() -> None:
+    node = LoadNode(1.0, 1.0, 1.0, 0.0, 0)
+    with pytest.raises(ArgumentError, match="0 nodes on 1 devices"):
+        LoadProblem((), (), 1)
+    with pytest.raises(ArgumentError, match="edge"):
+        LoadProblem((node,), ((0, 1),), 1)
+    problem = LoadProblem((node, node), (), 2)
+    with pytest.raises(ArgumentError, match="a split of 1 nodes"):
+        loads_s(problem, [0])
+    with pytest.raises(ArgumentError, match="a split of 2 nodes over devices"):
+        loads_s(problem, [0, 2])
+    with pytest.raises(ArgumentError, match="separates"):
+        split_local(problem, Split((0, 1), 1.0))

@@ -48,3 +48,5 @@ def test_straight() -> None:
     assert plan.latency_s == 2.0
     with pytest.raises(ArgumentError, match="4 layers on 5 devices"):
         plan_pipedream(table, 5, 1.0, straight=True)
+    with pytest.raises(ArgumentError, match=r"0.0 bytes a second"):
+        plan_pipedream(table, 2, 0.0)

@@ -13,6 +13,7 @@ from autoshard.cluster import preset_cluster
 from autoshard.costmodel import read_profile
 from autoshard.errors import ArgumentError
 from autoshard.search.stages import (
+    StageTable,
     bandwidths_of,
     chain_of,
     device_order,
@@ -42,6 +43,8 @@ def test_order_keeps_servers_together() -> None:
     assert device_order(chain) in {(0, 2, 3, 1), (0, 2, 1, 3)}
     with pytest.raises(ArgumentError, match="shape"):
         device_order(np.zeros((2, 2)))
+    with pytest.raises(ArgumentError, match="shape"):
+        device_order(np.full((2, 2), np.nan))
 
 
 def test_bottleneck_is_the_least_of_all() -> None:
@@ -64,10 +67,7 @@ def test_bottleneck_is_the_least_of_all() -> None:
             assert [d for _, _, each in cuts for d in each] == list(range(devices))
 
 
-def least_bottleneck(table: object, rates: np.ndarray, microbatches: int, count: int) -> float:
-    from autoshard.search.stages import StageTable
-
-    assert isinstance(table, StageTable)
+def least_bottleneck(table: StageTable, rates: np.ndarray, microbatches: int, count: int) -> float:
     best = float("inf")
     for cuts in itertools.combinations(range(1, table.layers), count - 1):
         for parts in itertools.combinations(range(1, len(rates)), count - 1):

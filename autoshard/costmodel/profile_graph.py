@@ -5,7 +5,7 @@
 
 Times are milliseconds, sizes bytes; an activation may be a list, `[a; b]`. A state is a set of layers that holds with
 each layer all it needs (PipeDream, Narayanan et al., SOSP 2019, calls its border an antichain); they are numbered from
-the smallest on. The layer "Input" is everybody's and left out.
+the smallest on. The layer "Input" is everybody's and left out, and so is a "__getitem__" that nobody uses.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class State:
       compute_s: seconds of forward and backward of all layers up to here.
       parameter_bytes: their weights.
       output_bytes: activations that later layers need.
+      smaller: numbers of the states that are part of this one; of a chain, all earlier ones.
     """
 
     compute_s: float
     parameter_bytes: float
     output_bytes: float
+    smaller: tuple[int, ...] = ()
 
 
 def read_profile(path: Path) -> tuple[State, ...]:
@@ -92,9 +94,13 @@ def read_profile(path: Path) -> tuple[State, ...]:
     for name, layer in layers.items():
         if layer.name.startswith("Input") and graph.in_degree(name) == 0:
             graph.remove_node(name)
+        if layer.name.startswith("__getitem__") and name in graph and graph.out_degree(name) == 0:
+            graph.remove_node(name)
     if not graph:
         raise ArgumentError(explain(f"profile {path.name} has no layers", "at least one", "check the file"))
-    return tuple(_state(graph, layers, part) for part in _closed_sets(graph))
+    parts = _closed_sets(graph)
+    smaller = [tuple(k for k, other in enumerate(parts) if other < part) for part in parts]
+    return tuple(_state(graph, layers, part, less) for part, less in zip(parts, smaller, strict=True))
 
 
 def _layer(line: str) -> tuple[str, ProfiledLayer]:
@@ -107,10 +113,13 @@ def _layer(line: str) -> tuple[str, ProfiledLayer]:
 
 
 def _closed_sets(graph: nx.DiGraph[str]) -> list[frozenset[str]]:
-    """Sets that grow from the first source a layer at a time; other sources come with the layer that needs them."""
+    """Sets that grow from the first source a layer at a time; side branches, which do not come from it, are added with
+    the layer that needs them.
+    """
     needs = {n: frozenset(nx.ancestors(graph, n)) | {n} for n in graph}  # pyright: ignore[reportUnknownMemberType]
-    sources = {name for name in graph if graph.in_degree(name) == 0}
-    first = needs[next(name for name in graph if name in sources)]
+    source = next(name for name in graph if graph.in_degree(name) == 0)
+    reached = {name for name in graph if source in needs[name]}
+    first = needs[source]
     found, open_sets = {first}, [first]
     while open_sets:
         part = open_sets.pop()
@@ -118,16 +127,19 @@ def _closed_sets(graph: nx.DiGraph[str]) -> list[frozenset[str]]:
             raise ArgumentError(explain("a profile with too many states", f"at most {MOST_STATES}", "join its layers"))
         for name in {user for member in part for user in graph.successors(member)} - part:
             larger = part | needs[name]
-            if all(p in part or p in sources for p in graph.predecessors(name)) and larger not in found:
+            if all(p in part or p not in reached for p in graph.predecessors(name)) and larger not in found:
                 found.add(larger)
                 open_sets.append(larger)
     return sorted(found, key=lambda part: (len(part), sorted(part)))
 
 
-def _state(graph: nx.DiGraph[str], layers: dict[str, ProfiledLayer], part: frozenset[str]) -> State:
+def _state(
+    graph: nx.DiGraph[str], layers: dict[str, ProfiledLayer], part: frozenset[str], smaller: tuple[int, ...]
+) -> State:
     ends = [name for name in part if not set(graph.successors(name)) <= part or graph.out_degree(name) == 0]
     return State(
         sum(layers[name].forward_s + layers[name].backward_s for name in part),
         sum(layers[name].parameter_bytes for name in part),
         sum(layers[name].activation_bytes for name in ends),
+        smaller,
     )

@@ -272,7 +272,8 @@ class Plan:
             `autoshard.runtime.compile_deviceless`.
 
         Returns:
-          A `CompiledReport`: peak memory by part, kernels, collectives with bytes and overlap.
+          A `CompiledReport`: peak memory by part, kernels, collectives with bytes and overlap. Of a pipeline a tuple of
+          `StageReport`s, one for each program of each stage.
 
         Raises:
           PlanError: the plan was read from a file, which has no program.

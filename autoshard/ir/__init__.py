@@ -43,7 +43,6 @@ from .splice import renamed as renamed
 from .splice import scan_equation as scan_equation
 from .splice import splice as splice
 from .step import StepInfo as StepInfo
-from .step import output_flow as output_flow
 from .step import state_groups as state_groups
 from .trace import from_jaxpr as from_jaxpr
 from .trace import trace as trace

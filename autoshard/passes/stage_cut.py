@@ -16,6 +16,7 @@ on different stages (tied weights) are lifted out of the loop, so they travel on
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from autoshard import jax_compat
 from autoshard.errors import ArgumentError, explain
-from autoshard.ir import Apply, Atom, Graph, Place, Value, output_flow, splice
+from autoshard.ir import Apply, Atom, Place, Value, splice
 from autoshard.passes.loop_step import LoopStep, Sum
 from autoshard.passes.remat import is_backward
 
@@ -116,7 +117,6 @@ def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, i
     last = len(cuts)
     weights_of = _weights_of(step)
     where: dict[Value, set[int]] = {}  # stages that have a value of the forward pass, or a weight
-    maker: dict[Value, int] = {}
     for equation in kinds.forward:
         for atom in equation.inputs:
             if isinstance(atom, Value):
@@ -125,7 +125,6 @@ def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, i
                     where.setdefault(weight, set()).add(stage[equation])
         for value in equation.outputs:
             where.setdefault(value, set()).add(stage[equation])
-            maker[value] = stage[equation]
     home = {w: min(stages) for w, stages in where.items() if w in step.weights}
     lifting = _Lifting(step)
     gradients: dict[Value, int] = {}  # stage of each value of the backward pass
@@ -169,18 +168,20 @@ def _weights_of(step: LoopStep) -> dict[Value, frozenset[Value]]:
 
 
 def _owners(step: LoopStep, pairs: Sequence[tuple[int, int]]) -> dict[Value, list[Value]]:
-    """For parts of sums, the inputs whose new values they go into."""
-    given = (*step.inputs, *(s.total for s in step.sums), *(stack for _, stack in step.stacks))
-    made = {v for e in step.after for v in e.outputs} | set(given) | {v for v, _ in step.constants}
-    ahead = tuple(dict.fromkeys(v for e in step.before for v in e.outputs if v not in made))
-    graph = Graph((*given, *ahead), step.constants, step.after, step.outputs, frozenset())
-    flow = output_flow(graph)
+    """For parts of sums, the inputs whose new values they go into, through values of as many elements."""
+    reach: dict[Value, frozenset[Value]] = {each.total: frozenset({each.part}) for each in step.sums}
+    for equation in step.after:
+        operands = [a for a in equation.inputs if isinstance(a, Value) and a in reach]
+        for value in equation.outputs:
+            same = [reach[a] for a in operands if math.prod(a.shape) == math.prod(value.shape)]
+            if same:
+                reach[value] = frozenset[Value]().union(*same)
     found: dict[Value, list[Value]] = {}
-    first = len(step.inputs)
     for i, o in pairs:
-        for k, each in enumerate(step.sums):
-            if first + k in flow[o][1] and each.total.shape == step.inputs[i].shape:
-                found.setdefault(each.part, []).append(step.inputs[i])
+        new = step.outputs[o]
+        if isinstance(new, Value) and math.prod(new.shape) > 1:
+            for part in reach.get(new, ()):
+                found.setdefault(part, []).append(step.inputs[i])
     return found
 
 

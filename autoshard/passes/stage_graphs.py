@@ -466,6 +466,7 @@ class _Build:
         for equation, at in self.cut.stage.items():
             if at == stage:
                 when[equation] = BACKWARD if equation in self.cut.backward else FORWARD
+        _delay(when, {*found.sums, *found.stacks, *found.departures}, self._index)
         consts = tuple((v, Value(v.aval)) for v in found.consts)
         names: dict[Value, Atom] = dict(consts)
         equations: list[Apply] = []
@@ -493,6 +494,33 @@ class _Build:
         )
         effects = frozenset(effect for e in equations for effect in e.effects)
         return Graph(inputs, (), tuple(equations), outputs, effects), consts, tuple(sums), made
+
+
+def _delay(when: dict[Apply, Phase], kept: set[Value], index: Mapping[Apply, int]) -> None:
+    """Moves forward equations that only the backward pass reads there, where less is then kept in between.
+
+    y = tanh x ; d = sub 1 y   -->   d is made of y when the backward pass needs it, for y is kept anyway.
+    """
+    readers: dict[Value, list[Apply]] = {}
+    for equation in when:
+        for atom in equation.inputs:
+            if isinstance(atom, Value):
+                readers.setdefault(atom, []).append(equation)
+    made = {v for e, phase in when.items() if phase == FORWARD for v in e.outputs}
+
+    def waits(value: Value) -> bool:
+        return any(when[r] == BACKWARD for r in readers.get(value, ()))
+
+    for equation in sorted((e for e, phase in when.items() if phase == FORWARD), key=lambda e: -index[e]):
+        following = [r for v in equation.outputs for r in readers.get(v, ())]
+        if equation.effects or not following or any(v in kept for v in equation.outputs):
+            continue
+        if any(when[r] == FORWARD for r in following):
+            continue
+        operands = {a for a in equation.inputs if isinstance(a, Value) and a in made}
+        more = sum(v.nbytes for v in operands if not waits(v))
+        if more < sum(v.nbytes for v in equation.outputs):
+            when[equation] = BACKWARD
 
 
 def _late(weights: Iterable[Value], before: Sequence[Apply]) -> set[Value]:

@@ -37,6 +37,7 @@ from .planning import Library as Library
 from .planning import MakePlan as MakePlan
 from .planning import plan_call as plan_call
 from .settle import settle as settle
+from .stage_backend import StageReport as StageReport
 from .stage_backend import build_pipeline as build_pipeline
 from .target import Target as Target
 from .target import find_target as find_target

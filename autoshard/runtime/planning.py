@@ -27,6 +27,7 @@ from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
+from autoshard.runtime.stage_backend import compile_stages
 from autoshard.runtime.stage_planning import plan_stages, restage, stage_devices
 from autoshard.runtime.target import Target, is_explicit
 from autoshard.schedules import Schedule
@@ -204,6 +205,7 @@ def _plan_pipeline(
         way = way_of(plan)
         if plan.pipeline is not None:
             staged = restage(plan, programs.split(way), info)
+            plan = dataclasses.replace(plan, compiler=functools.partial(compile_stages, staged, info, target.cluster))
             return Planned(
                 call.template, call.avals, call.paths, outputs, info, programs.prepared(way), plan, target, None, staged
             )
@@ -224,7 +226,8 @@ def _plan_pipeline(
             continue
         plan, staged = plan_stages(split, programs.prepared(way), info, options, pins, target, search, on_event)
         why = (*plan.why, MERGED) if options.remat and not remat else plan.why
-        plan = dataclasses.replace(plan, remat=remat, why=why)
+        compiler = functools.partial(compile_stages, staged, info, target.cluster)
+        plan = dataclasses.replace(plan, remat=remat, why=why, compiler=compiler)
         return Planned(
             call.template, call.avals, call.paths, outputs, info, programs.prepared(way), plan, target, None, staged
         )

@@ -8,6 +8,7 @@ Every value that goes from one program to another has one sharding, that of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -16,12 +17,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autoshard import jax_compat
+from autoshard.cluster import Cluster
 from autoshard.errors import ArgumentError, explain
-from autoshard.ir import Graph, Reshard, Spec, Value, evaluate, partition_spec, replicated
+from autoshard.ir import Graph, Reshard, Spec, StepInfo, Value, evaluate, partition_spec, replicated
 from autoshard.passes import Part, StageGraph, StagePrograms, stage_programs
 from autoshard.plan import PipelinePlan, Plan
 from autoshard.runtime.arguments import NewSignature
+from autoshard.runtime.compile_report import CompiledReport
 from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
+from autoshard.runtime.deviceless import CompileTarget, compile_deviceless
 from autoshard.runtime.pipeline import Pipeline
 from autoshard.runtime.pjit import auto_mesh, constrained
 from autoshard.runtime.stage_planning import Staged
@@ -40,6 +44,25 @@ def rank_meshes(mesh: jax.sharding.Mesh, pipeline: PipelinePlan) -> list[jax.sha
     return found
 
 
+NO_PROGRAMS = StagePrograms((), {}, frozenset(), (), (), ())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What XLA says of one program of a stage.
+
+    Attributes:
+      stage: its number.
+      program: "before 0", "forward 0", "backward 0", "after 0", ...
+      report: memory, kernels, collectives.
+    """
+
+    stage: int
+    program: str
+    report: CompiledReport
+
+
 @final
 class StageBackend:
     """Programs and places of a planned pipeline.
@@ -55,20 +78,26 @@ class StageBackend:
         self,
         staged: Staged,
         pipeline: PipelinePlan,
-        mesh: jax.sharding.Mesh,
+        meshes: Sequence[jax.sharding.Mesh],
         donated: Sequence[int],
         pairs: Sequence[tuple[int, int]],
         name: str,
         on_pass: Callable[[str, Any], None] | None = None,
+        only: int | None = None,
     ) -> None:
         self._stages, self._name, self._donated = staged.stages, name, set(donated)
         self._pairs = dict(pairs)
-        self.meshes = rank_meshes(mesh, pipeline)
+        self.meshes = list(meshes)
         self.programs: list[StagePrograms] = []
         self._places: list[dict[Value, NamedSharding]] = []
         self.inputs: list[dict[int, NamedSharding]] = []
         for stage, (graph, plan) in enumerate(zip(staged.graphs, pipeline.stages, strict=True)):
             parts = staged.stages.graphs[stage]
+            if only not in (None, stage):
+                self.programs.append(NO_PROGRAMS)
+                self._places.append({})
+                self.inputs.append({})
+                continue
             program = constrained(graph, plan, on_pass, auto_mesh(self.meshes[stage]))
             programs = stage_programs(parts, program)
             specs = _specs(parts, graph, program, plan, programs)
@@ -192,7 +221,7 @@ def build_pipeline(
     """
     pipeline, info = planned.plan.pipeline, planned.info
     assert pipeline is not None, "a pipeline has stages"
-    backend = StageBackend(staged, pipeline, mesh, info.donated, info.pairs, name, on_pass)
+    backend = StageBackend(staged, pipeline, rank_meshes(mesh, pipeline), info.donated, info.pairs, name, on_pass)
     runner = Pipeline(staged.stages, backend.programs, staged.schedule, backend)
     stages = staged.stages
     whole = NamedSharding(mesh, partition_spec(()))
@@ -234,6 +263,51 @@ def build_pipeline(
         )
 
     return Compiled(planned, mesh, inputs, tuple(outputs), run, run_flat, lower), runner
+
+
+def compile_stages(
+    staged: Staged,
+    info: StepInfo,
+    cluster: Cluster,
+    plan: Plan,
+    target: CompileTarget | None,
+    **options: Any,
+) -> tuple[StageReport, ...]:
+    """Compiles every program of a pipeline for GPUs that need not be there.
+
+    Args:
+      staged: its stages.
+      info: names and roles of the step.
+      cluster: what it was planned for.
+      plan: the plan.
+      target: what to compile for, None for `cluster`.
+      **options: of `compile_deviceless`.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None, "a pipeline has stages"
+    found: list[StageReport] = []
+    for stage, (graph, part) in enumerate(zip(staged.stages.graphs, pipeline.stages, strict=True)):
+        first = pipeline.placement[stage] * pipeline.devices
+        where = cluster.part(first, pipeline.devices) if target is None else target
+        phases = [p.phase for p in stage_programs(graph, constrained(staged.graphs[stage], part)).programs]
+        for number, phase in enumerate(phases):
+
+            def build(mesh: jax.sharding.Mesh, stage: int = stage, number: int = number) -> tuple[Any, tuple[Any, ...]]:
+                meshes = [mesh] * len(pipeline.stages)
+                backend = StageBackend(staged, pipeline, meshes, info.donated, info.pairs, "step", only=stage)
+                jitted = backend.program(stage, number)
+                values = backend.programs[stage].programs[number].graph.inputs
+                args = [
+                    jax.ShapeDtypeStruct(
+                        v.shape, v.dtype, sharding=backend.place_of(stage, v), weak_type=bool(v.aval.weak_type)
+                    )
+                    for v in values
+                ]
+                return jitted, tuple(args)
+
+            report = compile_deviceless(build, where, part.mesh, **options)
+            found.append(StageReport(stage, f"{PHASE_NAMES[phase[0]]} {phase[1]}", report))
+    return tuple(found)
 
 
 def _settled(flat: Sequence[Any], inputs: Sequence[NamedSharding]) -> bool:

@@ -1,10 +1,11 @@
 """Where to cut the forward pass into stages: the slowest stage as quick as can be.
 
-    least over cuts of   max over stages s of   work(s) + 2 sent(s) / bandwidth
+    T     =  least over cuts of   max over stages s of   max(work(s), 2 sent(s) / bandwidth)
+    cuts  :  least   max work(s)   of those where nothing sent takes longer than T
 
 work is the roofline time of a stage's forward and backward equations, sent the bytes that cross its lower boundary
-(the activations, and as much for their gradients). Exact over a choice of boundaries: of each of `BOUNDARIES` slices of
-equal work the one where least crosses.
+(the activations, and as much for their gradients), which travel while the next microbatch is computed. Exact over a
+choice of boundaries: of each of `BOUNDARIES` slices of equal work the one where least crosses.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> 
         points = list(range(1, count))
     link = cluster.link_between(0, devices) if cluster.size > devices else None
     rate = link.bytes_per_s if link is not None else float("inf")
-    return _least_largest(points, seconds, [2 * c / rate for c in crossing], stages)
+    sends = [2 * c / rate for c in crossing]
+    limit, _ = _least_largest(points, seconds, sends, stages)
+    allowed = [k for k in points if sends[k] <= limit]
+    return _least_largest(allowed, seconds, [0.0] * count, stages)[1]
 
 
 def _seconds(equation: Apply, cluster: Cluster) -> float:
@@ -103,8 +107,8 @@ def _crossing(forward: Sequence[Apply]) -> list[int]:
 
 def _least_largest(
     points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int
-) -> tuple[int, ...]:
-    """The cuts with the least largest stage, by dynamic programming over the number of stages."""
+) -> tuple[float, tuple[int, ...]]:
+    """(largest stage, cuts) with the least largest stage, by dynamic programming over the number of stages."""
     ends = [0, *points, len(seconds)]
     prefix = [0.0]
     for s in seconds:
@@ -117,7 +121,7 @@ def _least_largest(
             for i in range(j):
                 if best[-1][i][0] >= found[0]:
                     continue
-                mine = prefix[ends[j]] - prefix[ends[i]] + (sends[ends[i]] if ends[i] else 0.0)
+                mine = max(prefix[ends[j]] - prefix[ends[i]], sends[ends[i]] if ends[i] else 0.0)
                 found = min(found, (max(best[-1][i][0], mine), i))
             row.append(found)
         best.append(row)
@@ -128,7 +132,7 @@ def _least_largest(
         cuts.append(ends[j])
     cuts = cuts[-2::-1] if len(cuts) > 1 else []
     assert all(a < b for a, b in pairwise(cuts)), f"cuts ascend: {cuts}"
-    return tuple(cuts)
+    return best[stages][len(ends) - 1][0], tuple(cuts)
 
 
 def describe_cuts(step: LoopStep, cuts: Sequence[int]) -> str:

@@ -6,7 +6,7 @@
         fresh-first     on unused servers first          append-first     on partly used servers first
         scatter-first   on all servers evenly
 
-    and, where there are few, in every other way (on small clusters these three miss the best plan by up to 19 %).
+    and, where there are few, in every other way (on small clusters these three miss the best plan by up to 30 %).
 
 Latency is that of `pipeline_law`: the closed form in the search, and for the best plans, if wished, the recursion over
 the schedule that the released planner uses. "Upstream" accounting counts a stage's boundary layer twice, as that

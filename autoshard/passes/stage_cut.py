@@ -2,7 +2,7 @@
 
     forward    the equations that use weights, in the order of the program, are cut into S runs
     backward   goes to the last stage that has what it reads of the forward pass, and no later than the gradients it
-               reads were made; what adds to a weight's gradient goes to the weight
+               reads were made; what adds to the gradient of a weight that is not read there goes to the weight
     free       what uses no weights is computed wherever it is read
 
 A backward equation is one that JAX made by transposing (name stacks), or that reads such a one. Sums of gradients made
@@ -138,7 +138,8 @@ def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, i
         needed = [where[a] for a in operands if a in where and a not in gradients]
         common = [s for s in range(highest + 1) if all(s in stages for stages in needed)]
         at = common[-1] if common else min([highest, *(min(stages) for stages in needed)])
-        at = min([at, *(home[w] for v in equation.outputs for w in owners.get(v, ()) if w in home)])
+        read = [w for v in equation.outputs for w in owners.get(v, ()) if w in home and at not in where[w]]
+        at = min([at, *(home[w] for w in read)])
         stage[equation] = at
         gradients.update(dict.fromkeys(equation.outputs, at))
     step = lifting.result(step)

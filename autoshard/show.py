@@ -10,10 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.ir import Spec, print_spec
-from autoshard.plan import Argument, Plan
+from autoshard.plan import Argument, PipelinePlan, Plan
 
 ROWS = 40
 """Most rows of a table before like rows are folded into a count."""
+
+
+ACTIONS = 24
+"""Most actions of a rank that are shown."""
 
 
 def show_plan(plan: Plan, width: int = 118) -> str:
@@ -32,6 +36,8 @@ def plan_view(plan: Plan) -> RenderableType:
         f"{size_text(plan.memory.peak_bytes)} a device of {size_text(plan.memory_limit)}"
     )
     parts: list[RenderableType] = [head, _arguments(plan)]
+    if plan.pipeline is not None:
+        parts += [_stages(plan.pipeline), _schedule(plan.pipeline)]
     if plan.collectives:
         parts.append(_collectives(plan))
     if plan.reshardings:
@@ -41,6 +47,26 @@ def plan_view(plan: Plan) -> RenderableType:
     parts.append(_memory(plan))
     parts.append(Text("\n".join(["why", *(f"  {line}" for line in plan.why), f"  solver: {plan.solver}"])))
     return Group(*parts)
+
+
+def _stages(pipeline: PipelinePlan) -> Table:
+    table = _table("stages", "stage", "rank", "mesh", "forward", "backward", "held", "state", "why")
+    rows = zip(pipeline.placement, pipeline.stages, pipeline.forward_s, pipeline.backward_s, pipeline.held, strict=True)
+    for k, (rank, plan, forward_s, backward_s, held) in enumerate(rows):
+        mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh)
+        state = size_text(plan.memory.state_bytes)
+        why = plan.why[0] if plan.why else ""
+        table.add_row(str(k), str(rank), mesh, seconds(forward_s), seconds(backward_s), str(held), state, why)
+    return table
+
+
+def _schedule(pipeline: PipelinePlan) -> Table:
+    """The start of every rank's row."""
+    table = _table(f"schedule {pipeline.schedule}", "rank", "order")
+    for rank, row in enumerate(pipeline.rows):
+        words = row.split()
+        table.add_row(str(rank), " ".join(words[:ACTIONS]) + (" ..." if len(words) > ACTIONS else ""))
+    return table
 
 
 def parts_text(plan: Plan) -> str:

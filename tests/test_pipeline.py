@@ -244,6 +244,10 @@ def test_a_table_of_ones_own() -> None:
     plan = autoshard(step, stages=2, microbatches=2, devices=eager_cluster(), schedule=table).plan(weights, batch)
     assert plan.pipeline is not None
     assert plan.pipeline.rows == tuple(table.splitlines())
+    text = str(plan)
+    assert "mesh (stage=2, " in text
+    assert "F0 B0 F1 B1" in text
+    assert "stages on 2 ranks of 4 devices" in text
 
 
 @pytest.mark.parametrize(

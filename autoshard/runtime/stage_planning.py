@@ -308,7 +308,7 @@ def _record(
         f"{len(plans)} stages on {schedule.ranks} ranks of {devices} device{'s' if devices > 1 else ''}, "
         f"{schedule.name} of {schedule.microbatches} microbatches: ranks idle {idle:.0%} of the pipeline; a microbatch "
         f"sends {crossing} over the cuts",
-        *(f"stage {k}: {line}" for k, plan in enumerate(plans) for line in plan.why[:1]),
+        *(f"stage {k}: {line}" for k, plan in enumerate(plans) for line in plan.why[1:]),
     )
     pipeline = PipelinePlan(
         schedule.name,

@@ -2,8 +2,9 @@
 
 How many of each operation an element of the result; how memory is walked (strides of transposes, runs of slices,
 gathers and concatenations, which dimension a reduction sums, which a broadcast repeats); sizes of a product or a
-convolution and which way its operands lie; bytes; sizes of minor dimensions and what is left of a vector. And the
-base time the network corrects: a roofline in round numbers.
+convolution and which way its operands lie; bytes, and how long ago they were touched (`access.py`); sizes of minor
+dimensions and what is left of a vector; how strides divide by the sets of a cache. And the base time the network
+corrects: a roofline in round numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
-from autoshard.costmodel.learned.hlo_graph import FREE, Instruction, Kernel, Shape
+from autoshard.costmodel.learned.access import Access, near_share
+from autoshard.costmodel.learned.hlo_graph import FREE, ITEM_BYTES, Instruction, Kernel, Shape
 
 _OPCODES = (
     "abs add and atan2 broadcast cbrt ceil clamp compare concatenate convert convolution copy cosine divide dot "
@@ -78,10 +81,19 @@ SLOW_PER_S = 1e9
 FLOPS_PER_S = 6e10
 """The base time's figures: orders of magnitude of one core. What is wrong with them is for the network to learn."""
 
+NEAR = (1 << 19, 1 << 22, 1 << 24)
+"""Reuse distances, in bytes, that a share is counted for: within a core's cache, a share of the last one, all of it."""
+
+SETS = 4096
+"""Bytes after which addresses fall into the same set of a first-level cache of 64 sets of 64 bytes."""
+
 PRODUCT = 18
+STRIDES = 8
+REUSE = 3 + len(NEAR)
 PLAIN = 22
-WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + PLAIN
-LAYOUT = f"kernels-1:{WIDTH}"
+WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + REUSE + PLAIN
+REUSE_COLUMNS = (WIDTH - PLAIN - REUSE, WIDTH - PLAIN)
+LAYOUT = f"kernels-2:{WIDTH}"
 """Names what the columns mean; a stored model says which it was trained on."""
 
 
@@ -99,10 +111,10 @@ class _Tally:
         self.counts = np.zeros(len(OPCODES))
         self.patterns = np.zeros((len(PATTERNS), 3))
         self.product = np.zeros(PRODUCT)
+        self.strides = np.zeros(STRIDES)
         self.flops = 0.0
         self.operations = 0.0
         self.slow = 0.0
-        self.touched: float | None = None  # bytes of a slice or update where not all of the operand is touched
 
     def operand(self, instruction: Instruction, index: int) -> Shape:
         if index < len(instruction.operands):
@@ -132,6 +144,7 @@ class _Tally:
                     back = shape.stride(order.index(first)) if first in order else 1
                     if stride > 1:
                         self.pattern("transpose", elements, stride, back)
+                        self._walk(source, stride, back, shape.dims[minor])
             case "reduce":
                 elements = float(source.size)
                 dims = instruction.numbers("dimensions")
@@ -168,7 +181,6 @@ class _Tally:
                 self.pattern("reverse", elements, _run(shape), float(minor in instruction.numbers("dimensions")))
             case "dynamic-update-slice":
                 elements = float(self.operand(instruction, 1).size)
-                self.touched = 2.0 * self.operand(instruction, 1).nbytes
             case "dot":
                 elements = 0.0
                 self._dot(instruction, source, self.operand(instruction, 1))
@@ -197,6 +209,8 @@ class _Tally:
         self.product[9] = float(bool(right.packed) and right.packed[0] in others)
         self.product[10] = float(bool(left.packed) and left.packed[0] in batches)
         self.product[11] = float(bool(right.packed) and right.packed[0] in right_batches)
+        for place, shape in enumerate((left, right, instruction.shape)):
+            self.strides[5 + place] = _even(_run(shape) * ITEM_BYTES.get(shape.dtype, 4))
 
     def _convolution(self, instruction: Instruction, left: Shape, right: Shape) -> None:
         shape = instruction.shape
@@ -216,25 +230,45 @@ class _Tally:
         self.product[16] = log1(math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1)
         self.product[17] = float(labels is not None and labels[1].endswith("f"))
 
+    def _walk(self, source: Shape, stride: int, back: int, rows: int) -> None:
+        """A transposed walk: a stride that a power of two divides uses few sets of a cache."""
+        item = ITEM_BYTES.get(source.dtype, 4)
+        there, again = _even(stride * item), _even(back * item)
+        if there >= self.strides[0]:
+            self.strides[:5] = (there, again, float(there >= 1 - 1 / 11), float(again >= 1 - 1 / 11), log1(rows))
+
     def _sizes(self, m: int, n: int, k: int, batch: int) -> None:
         self.flops += 2.0 * m * n * k * batch
         self.product[:8] = (log1(m), log1(n), log1(k), log1(batch), m % 8 / 8, n % 16 / 16, k % 8 / 8, n % 64 / 64)
 
 
-def kernel_features(kernel: Kernel) -> tuple[np.ndarray, float]:
-    """The figures of a kernel, and its base time in seconds, one run."""
+@final
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one kernel, one run.
+
+    Attributes:
+      row: [WIDTH].
+      base_s: what the network corrects.
+      operations, transcendentals, moved: what the roofline asks for: operations, results of functions, bytes.
+    """
+
+    row: np.ndarray
+    base_s: float
+    operations: float
+    transcendentals: float
+    moved: float
+
+
+def kernel_features(kernel: Kernel, access: Access, footprint: float) -> Figures:
+    """The figures of a kernel in a program that touches `footprint` bytes."""
     tally = _Tally(kernel)
     inner = list(kernel.body.values()) if kernel.instruction.opcode == "fusion" else [kernel.instruction]
     for instruction in inner:
         if instruction.opcode not in FREE:
             tally.add(instruction)
     root = kernel.instruction.shape
-    read = float(sum(shape.nbytes for shape in kernel.inputs))
-    written = float(kernel.instruction.nbytes)
-    if kernel.instruction.opcode == "while":
-        read = written = 0.0
-    if tally.touched is not None:
-        read, written = min(read, read - written + tally.touched), tally.touched / 2
+    read, written = float(sum(access.read)), float(access.written)
     opcodes = {i.opcode for i in inner}
     main = kernel.instruction.opcode if kernel.instruction.opcode in MAINS else "loop"
     main = next((name for name in MAINS if name in opcodes), main)
@@ -280,10 +314,24 @@ def kernel_features(kernel: Kernel) -> tuple[np.ndarray, float]:
             nbytes,
             patterns.ravel(),
             tally.product,
+            tally.strides,
+            _reuse(access, footprint),
             plain,
         )
     )
-    return row.astype(np.float32), base
+    return Figures(row.astype(np.float32), base, tally.flops + tally.operations, tally.slow, moved)
+
+
+def _reuse(access: Access, footprint: float) -> tuple[float, ...]:
+    logs = [log1(d) for d in access.distance]
+    total = max(sum(access.read), 1)
+    mean = sum(n * d for n, d in zip(access.read, logs, strict=True)) / total
+    return (log1(footprint), max(logs, default=0.0), mean, *(near_share(access, limit) for limit in NEAR))
+
+
+def _even(stride: int) -> float:
+    """Log of the largest power of two that divides a stride in bytes, 1 for `SETS` and more."""
+    return math.log2(max(math.gcd(stride, SETS), 1)) / math.log2(SETS)
 
 
 def call_features(arguments: Sequence[Shape], results: Sequence[Shape], kernels: int) -> tuple[np.ndarray, float]:

@@ -2,7 +2,8 @@
 
     h_k      = embedding of a kernel's figures, then L layers of attention along edges, both ways
     c_k      = dense(h_k)
-    time     = sum over kernels of base_k exp(c_k)
+    time_k   = base_k exp(c_k)
+    time     = sum over kernels of time_k
 
 A kernel's time is corrected by a factor, and factors are bounded, so that a program much longer than any seen is still
 the sum of its kernels. Attention (Velickovic et al., 2018; DisCo, Yi et al., 2022, section 4): the weight of a
@@ -53,7 +54,7 @@ class Attention(nn.Module):
 
 @final
 class Corrector(nn.Module):
-    """Log of each program's time.
+    """Logs of the times of kernels and programs.
 
     Attributes:
       width: of the hidden states.
@@ -76,9 +77,10 @@ class Corrector(nn.Module):
         program: Array,
         slots: int,
         train: bool = False,
-    ) -> Array:
-        """[slots]; `nodes` are standardized."""
-        h = _silu(nn.Dense(2 * self.width)(nodes))
+    ) -> tuple[Array, Array]:
+        """[nodes], all runs of a kernel together, and [slots]; `nodes` are standardized."""
+        waves = nn.Dense(self.width, kernel_init=nn.initializers.normal(0.3))(nodes)
+        h = jnp.concatenate((_silu(nn.Dense(2 * self.width)(nodes)), jnp.sin(waves)), axis=-1)
         h = cast(Array, nn.Dropout(self.dropout, deterministic=not train)(h))
         h = _silu(nn.Dense(self.width)(h))
         for _ in range(self.layers):
@@ -92,4 +94,5 @@ class Corrector(nn.Module):
         correction = nn.Dense(1, kernel_init=nn.initializers.normal(0.01))(h)[:, 0]
         correction = BOUND * jnp.tanh(correction / BOUND)
         total = jax.ops.segment_sum(base_s * jnp.exp(correction), program, slots)
-        return jnp.log(jnp.maximum(total, jnp.full_like(total, 1e-9)))
+        kernels = jnp.log(jnp.maximum(base_s, jnp.full_like(base_s, 1e-12))) + correction
+        return kernels, jnp.log(jnp.maximum(total, jnp.full_like(total, 1e-9)))

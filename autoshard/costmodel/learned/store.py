@@ -16,15 +16,14 @@ from typing import Any, cast, final
 import jax
 import numpy as np
 
-from autoshard.costmodel.learned.evaluate import Score, wins
+from autoshard.costmodel.learned.evaluate import Kind, Score, wins
 from autoshard.costmodel.learned.features import compile_text, hlo_features
 from autoshard.costmodel.learned.kernel_features import LAYOUT
-from autoshard.costmodel.learned.programs import Kind
 from autoshard.costmodel.learned.train import LearnOptions, Split, Trained, digest, predict
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Graph
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, RECORD = "weights.msgpack", "record.json"
 
 
@@ -50,7 +49,17 @@ class LearnedModel:
         Raises:
           ArgumentError: the text is no HLO module.
         """
-        return float(predict(self._trained, [hlo_features(text)])[0])
+        return float(predict(self._trained, [hlo_features(text)]).steps[0])
+
+    def kernel_times_s(self, text: str) -> Mapping[str, float]:
+        """Seconds of each kernel in a call, all its runs together, by the name of its HLO instruction.
+
+        Raises:
+          ArgumentError: the text is no HLO module.
+        """
+        features = hlo_features(text)
+        (times,) = predict(self._trained, [features]).kernels
+        return {name: float(t) for name, t in zip(features.names, times, strict=True) if name}
 
     def wins(self, kind: Kind) -> bool:
         """Whether validation found it better than the analytic model for clusters, or for steps."""
@@ -62,7 +71,7 @@ class LearnedModel:
         mine, other = table["learned", kind], table["analytic, scaled", kind]
         used = "learned model" if self.wins(kind) else "analytic model"
         return (
-            f"{used} for {kind}s: on {mine['count']} validation programs the learned model's median error is "
+            f"{used} for {kind}s: on {mine['count']} validation {kind}s the learned model's median error is "
             f"{mine['median']:.0%}, the analytic one's, scaled, {other['median']:.0%}"
         )
 

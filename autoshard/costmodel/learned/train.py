@@ -1,7 +1,7 @@
 """Trains the network on measured programs: Optax, seeded, split by what programs do.
 
-The loss is the Huber loss of the logarithm of time: a relative error counts the same for a microsecond and a second.
-Programs of one structure (`programs.structure`: the same operations, whatever the sizes) are all on one side of the
+The loss is the Huber loss of the logarithm of time, of kernels and of whole programs: a relative error counts the same
+for a microsecond and a second. Kernels below `SURE_S` count less, as timers and interrupts weigh more there. Programs of one structure (`programs.structure`: the same operations, whatever the sizes) are all on one side of the
 split: 70 % train, 10 % say when to stop (the best average of weights is kept), 20 % are held out for the evaluation.
 """
 
@@ -22,6 +22,15 @@ from autoshard.errors import ArgumentError, explain
 
 Array = np.ndarray
 
+SURE_S = 2e-6
+"""A kernel whose run takes this counts fully; shorter ones count by their part of it."""
+
+SPREAD = 0.1
+"""A kernel whose visits differ by this part counts half."""
+
+STEP_WEIGHT = 0.3
+"""Of the programs' mean loss beside the kernels'."""
+
 LEAST = 20
 """Fewest programs that can be split and trained on."""
 
@@ -32,21 +41,34 @@ class Sample:
     """One measured program.
 
     Attributes:
-      name, kind, family, structure: see `programs.py`.
+      name, family, structure: see `programs.py`.
       features: arrays of the compiled program.
-      time_s: measured.
-      analytic_s: what the analytic model says.
-      agreement: of two sessions of measuring (`collect.good_samples`); infinite where there was one.
+      time_s: measured, of the whole; nan where it is too noisy.
+      kernel_s: measured, of all runs of a kernel; nan where there is no label.
+      kernel_spread: how much slower the second fastest visit was, as a part.
+      analytic_s, kernel_analytic_s: what the analytic model says.
+      again_s, kernel_again_s: what another session of measuring said, slower; nan where there was none.
     """
 
     name: str
-    kind: str
     family: str
     structure: str
     features: Features
     time_s: float
+    kernel_s: Array
+    kernel_spread: Array
     analytic_s: float
-    agreement: float = float("inf")
+    kernel_analytic_s: Array
+    again_s: float
+    kernel_again_s: Array
+
+    @property
+    def weight(self) -> Array:
+        """Of each kernel in the loss: [K]."""
+        run_s = self.kernel_s / self.features.runs
+        known = np.isfinite(run_s) & np.isfinite(self.kernel_spread)
+        weight = np.minimum(run_s / SURE_S, 1.0) / (1.0 + (self.kernel_spread / SPREAD) ** 2)
+        return np.where(known, weight, 0.0)
 
 
 @final
@@ -66,13 +88,13 @@ class LearnOptions:
       seed: of weights and order.
     """
 
-    width: int = 64
+    width: int = 96
     layers: int = 2
-    dropout: float = 0.15
-    epochs: int = 24
-    patience: int = 8
+    dropout: float = 0.05
+    epochs: int = 80
+    patience: int = 25
     batch: int = 32
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     weight_decay: float = 2e-2
     average: float = 0.99
     members: int = 3
@@ -169,7 +191,6 @@ def _train_one(
 
     network = _network(options, options.dropout)
     rng = np.random.default_rng([seed, 3])
-    logs = {s.name: float(np.log(s.time_s)) for s in split.train}
     steps = len(_batches(split.train, options.batch, np.random.default_rng(0)))
     total = max(options.epochs * steps, 2)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(total // 20, 1), total, 1e-5)
@@ -179,15 +200,18 @@ def _train_one(
     params: Any = network.init(key, *_inputs(first), options.batch + 1)
     state: Any = optimizer.init(params)
 
-    def loss(p: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any) -> Any:
-        logs_ = network.apply(p, *inputs, options.batch + 1, True, rngs={"dropout": dropout})
-        return jnp.sum(optax.huber_loss(logs_, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+    def mean(logs: Any, y: Any, weight: Any) -> Any:
+        return jnp.sum(optax.huber_loss(logs, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+    def loss(p: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any) -> Any:
+        kernels, steps = network.apply(p, *inputs, options.batch + 1, True, rngs={"dropout": dropout})
+        return mean(kernels, *labels[:2]) + STEP_WEIGHT * mean(steps, *labels[2:])
 
     @jax.jit
     def update(
-        p: Any, average: Any, s: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any, new: Any
+        p: Any, average: Any, s: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any, new: Any
     ) -> Any:
-        value, grads = jax.value_and_grad(loss)(p, inputs, y, weight, dropout)
+        value, grads = jax.value_and_grad(loss)(p, inputs, labels, dropout)
         changes, s = optimizer.update(grads, s, p)
         p = optax.apply_updates(p, changes)
         average = optax.incremental_update(p, average, new)
@@ -201,16 +225,15 @@ def _train_one(
         found: list[float] = []
         for part in _batches(split.train, options.batch, rng):
             batch = _standard(make_batch([s.features for s in part], options.batch + 1), standard)
-            y, weight = np.zeros(options.batch + 1, np.float32), np.zeros(options.batch + 1, np.float32)
-            y[: len(part)] = [logs[s.name] for s in part]
-            weight[: len(part)] = 1.0
+            labels = _labels(part, len(batch.base_s), options.batch + 1)
             number += 1
             new = max(1 - options.average, 9 / (9 + number))  # the first weights are soon forgotten
             params, average, state, value = update(
-                params, average, state, _inputs(batch), y, weight, jax.random.fold_in(key, number), new
+                params, average, state, _inputs(batch), labels, jax.random.fold_in(key, number), new
             )
             found.append(float(value))
-        validation = _huber(_predict(network, average, split.validation, standard), split.validation)
+        logs = predict_logs(network, average, [s.features for s in split.validation], standard)
+        validation = _validation_loss(*logs, split.validation)
         curve.append((epoch, float(np.mean(found)), validation))
         if tell is not None:
             tell(epoch + 1, options.epochs, *curve[-1][1:])
@@ -253,25 +276,49 @@ def _inputs(batch: Batch) -> tuple[Array, ...]:
     return (batch.nodes, batch.base_s, batch.edges, batch.edge_bytes / 20.0, batch.real, batch.program)
 
 
-def _huber(logs: Array, samples: Sequence[Sample]) -> float:
-    error = np.abs(logs - np.log([s.time_s for s in samples]))
-    return float(np.mean(np.where(error < 0.3, 0.5 * error**2, 0.3 * (error - 0.15))))
+def _labels(part: Sequence[Sample], nodes: int, slots: int) -> tuple[Array, ...]:
+    """Logs and weights of kernels [nodes], then of programs [slots]."""
+    kernel_s, weights = (np.concatenate(x) for x in ([s.kernel_s for s in part], [s.weight for s in part]))
+    y, weight = np.zeros((2, nodes), np.float32)
+    y[: len(kernel_s)] = np.where(weights > 0, np.log(np.where(weights > 0, kernel_s, 1.0)), 0.0)
+    weight[: len(weights)] = weights
+    step, step_weight = np.zeros((2, slots), np.float32)
+    step_weight[: len(part)] = [np.isfinite(s.time_s) for s in part]
+    step[: len(part)] = [np.log(s.time_s) if np.isfinite(s.time_s) else 0.0 for s in part]
+    return y, weight, step, step_weight
 
 
-def _predict(network: Any, params: Any, samples: Sequence[Sample], standard: tuple[Array, Array]) -> Array:
-    return predict_logs(network, params, [s.features for s in samples], standard)
+def _huber(error: Array) -> Array:
+    return np.where(error < 0.3, 0.5 * error**2, 0.3 * (error - 0.15))
+
+
+def _validation_loss(kernels: Sequence[Array], steps: Array, samples: Sequence[Sample]) -> float:
+    total, weights = 0.0, 1e-9
+    for logs, sample in zip(kernels, samples, strict=True):
+        known = sample.weight > 0
+        weight = sample.weight[known]
+        total += float(np.sum(weight * _huber(np.abs(logs[known] - np.log(sample.kernel_s[known])))))
+        weights += float(weight.sum())
+    errors = _huber(np.abs(steps - np.log([s.time_s for s in samples])))
+    step = float(np.mean(errors[np.isfinite(errors)])) if np.isfinite(errors).any() else 0.0
+    return total / weights + STEP_WEIGHT * step
 
 
 def predict_logs(
-    network: Any, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 64
-) -> Array:
-    """Logarithms of the times of programs."""
+    network: Any, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 32
+) -> tuple[list[Array], Array]:
+    """Logarithms of the times of each program's kernels, and of the programs."""
+    kernels: list[Array] = [np.zeros(0)] * len(features)
     logs = np.zeros(len(features))
     sizes = [(len(f.base_s), len(f.edges)) for f in features]
     for part in pack(sizes, range(len(features)), size):
         batch = _standard(make_batch([features[i] for i in part], size + 1), standard)
-        logs[part] = np.asarray(_apply(network, params, _inputs(batch), size + 1))[: len(part)]
-    return logs
+        nodes, steps = _apply(network, params, _inputs(batch), size + 1)
+        logs[part] = np.asarray(steps)[: len(part)]
+        ends = np.cumsum([sizes[i][0] for i in part])
+        for i, found in zip(part, np.split(np.asarray(nodes), ends)[:-1], strict=True):
+            kernels[i] = found
+    return kernels, logs
 
 
 def _apply(network: Any, params: Any, inputs: tuple[Array, ...], slots: int) -> Any:
@@ -292,11 +339,25 @@ def _applied(network: Any, slots: int) -> Any:
     return _FUNCTIONS[key]
 
 
-def predict(trained: Trained, features: Sequence[Features]) -> Array:
-    """Seconds of each program: the members' geometric mean."""
-    options = trained.options
-    network = _network(options, 0.0)
+@final
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of programs.
+
+    Attributes:
+      kernels: for each program [K], all runs of a kernel together.
+      steps: [programs].
+    """
+
+    kernels: tuple[Array, ...]
+    steps: Array
+
+
+def predict(trained: Trained, features: Sequence[Features]) -> Times:
+    """The members' geometric mean."""
+    network = _network(trained.options, 0.0)
     standard = (trained.mean, trained.scale)
     with _usual_promotion():
-        logs = np.mean([predict_logs(network, params, features, standard) for params in trained.members], axis=0)
-    return np.exp(logs)
+        found = [predict_logs(network, params, features, standard) for params in trained.members]
+    kernels = tuple(np.exp(np.mean(each, axis=0)) for each in zip(*(k for k, _ in found), strict=True))
+    return Times(kernels, np.exp(np.mean([steps for _, steps in found], axis=0)))

@@ -2,8 +2,8 @@
 
 Workers (`worker.py`) measure, one on each core asked for. A program's time is the process's CPU time, so that other
 processes on a shared machine cost little of it; its kernels' times are the profiler's. Each is the lowest quartile of a
-visit, and the fastest of three visits. Where the two fastest visits differ by more than 10 %, the program's time is noisy
-and left out; its kernels have spreads of their own.
+visit, and the fastest of three visits. Where the two fastest visits differ by more than 10 %, the program's time is
+noisy and left out; its kernels have spreads of their own.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def good_samples(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     truth, of a program and of each kernel.
 
     Returns:
-      Records with `time_s` (nan where all sessions were too noisy), `kernel_s` (seconds a run), `kernel_spread` (how much
-      slower the second fastest visit was, as a part), and, of programs with two sessions, `again_s` and `kernel_again_s`:
-      what the session found that was not the fastest.
+      Records with `time_s` (nan where all sessions were too noisy), `kernel_s` (seconds a run), `kernel_spread` (how
+      much slower the second fastest visit was, as a part), and, of programs with two sessions, `again_s` and
+      `kernel_again_s`: what the session found that was not the fastest.
     """
     found: dict[int, list[Mapping[str, Any]]] = {}
     for r in records:

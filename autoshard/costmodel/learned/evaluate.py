@@ -1,8 +1,9 @@
 """How good a model is on programs never seen: against the analytic model, and against labels that mean nothing.
 
-An error is |predicted / measured - 1|, of whole steps and of each kernel in them. The analytic model is judged twice: as
-it is, and with one factor fitted to the training programs of a kind, which is all that measuring could give it without a model. The control trains the same
-network on times shuffled among training kernels and among steps; it must end no better than their mean correction,
+An error is |predicted / measured - 1|, of whole steps and of each kernel in them. The analytic model is judged twice:
+as it is, and with one factor fitted to the training programs of a kind, which is all that measuring could give it
+without a model. The control trains the same network on times shuffled among training kernels and among steps; it must
+end no better than their mean correction,
 the same factor on every base time.
 """
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from autoshard.costmodel.learned.access import Access, near_share
 from autoshard.costmodel.learned.hlo_graph import FREE, ITEM_BYTES, Instruction, Kernel, Shape
+from autoshard.costmodel.learned.walk import WALKS, walk_features
 
 _OPCODES = (
     "abs add and atan2 broadcast cbrt ceil clamp compare concatenate convert convolution copy cosine divide dot "
@@ -91,9 +92,9 @@ PRODUCT = 18
 STRIDES = 8
 REUSE = 3 + len(NEAR)
 PLAIN = 22
-WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + REUSE + PLAIN
+WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + WALKS + REUSE + PLAIN
 REUSE_COLUMNS = (WIDTH - PLAIN - REUSE, WIDTH - PLAIN)
-LAYOUT = f"kernels-2:{WIDTH}"
+LAYOUT = f"kernels-3:{WIDTH}"
 """Names what the columns mean; a stored model says which it was trained on."""
 
 
@@ -315,6 +316,7 @@ def kernel_features(kernel: Kernel, access: Access, footprint: float) -> Figures
             patterns.ravel(),
             tally.product,
             tally.strides,
+            walk_features(kernel),
             _reuse(access, footprint),
             plain,
         )

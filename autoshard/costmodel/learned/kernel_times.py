@@ -1,7 +1,7 @@
 """Seconds of each kernel of a compiled program, as jax's profiler sees them on a CPU.
 
 XLA:CPU records every thunk as an event that names its HLO instruction. Interruptions only ever slow a kernel down, so
-its time is the lowest quartile of its runs. The events of `while`, `call` and `conditional` contain those of their bodies.
+its time is the lowest quartile of its runs. Events of `while`, `call` and `conditional` contain those of their bodies.
 """
 
 from __future__ import annotations

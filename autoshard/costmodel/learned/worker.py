@@ -83,7 +83,7 @@ def _visit_all(calls: Sequence[Callable[[], Any]], records: Sequence[dict[str, A
 
 
 def _pass(call: Callable[[], Any]) -> tuple[float, float]:
-    """Lowest quartile of seconds a call: by the process's CPU time, which other processes do not count into, by wall."""
+    """Lowest quartile of seconds a call: by CPU time, which other processes do not count into, and by wall."""
     for _ in range(2):
         jax.block_until_ready(call())
     start = time.process_time()

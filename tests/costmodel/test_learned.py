@@ -49,7 +49,7 @@ from autoshard.errors import ArgumentError
 from autoshard.ir import print_graph, trace, verify
 
 SMALL = LearnOptions(
-    width=16, layers=1, epochs=40, patience=40, batch=32, learning_rate=1e-2, seconds=60.0, dropout=0.0, members=1
+    width=16, layers=1, epochs=30, patience=30, batch=32, learning_rate=1e-2, seconds=60.0, dropout=0.0, members=1
 )
 
 
@@ -68,7 +68,7 @@ def softmax_text() -> str:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    """A synthetic law: a kernel takes its base time, ten times as long where the first figure is above 0."""
+    """A synthetic law: a kernel takes its base time by the exponential of its first figure."""
     rng = np.random.default_rng(0)
     made: list[Sample] = []
     features = hlo_features(_TEXT)
@@ -88,7 +88,7 @@ def samples() -> list[Sample]:
             names=tuple(f"k{k}" for k in range(n)),
             runs=np.ones(n),
         )
-        kernel_s = (base * np.where(nodes[:, 0] > 0, 10.0, 1.0)).astype(np.float64)
+        kernel_s = (base * np.exp(1.2 * nodes[:, 0])).astype(np.float64)
         time_s, nan = float(kernel_s.sum()), np.full(n, np.nan)
         sample = Sample(
             name=f"step-{i}",
@@ -248,9 +248,9 @@ def test_learns_a_law_that_shuffled_labels_do_not_teach(trained):
     base = scores("mean correction", scaled(bases, split.train, held), measured(held))
     control = [s for s in shuffled_control(split, SMALL) if s.model == "shuffled"]
     for mine, mean, shuffled in zip(learned, base, control, strict=True):
-        assert mine.median < 0.1 < mean.median
+        assert mine.median < 0.14 < mean.median
         assert shuffled.within <= mean.within + 0.15
-        assert shuffled.median > 3 * mine.median
+        assert shuffled.median > 2 * mine.median
 
 
 def test_repeats_and_units(samples):

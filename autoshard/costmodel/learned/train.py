@@ -3,7 +3,8 @@
 The loss is the Huber loss of the logarithm of time, of kernels and of whole programs: a relative error counts the same
 for a microsecond and a second. Kernels below `SURE_S` count less, as timers and interrupts weigh more there, and so do
 kernels whose visits differ. Programs of one structure (`programs.structure`: the same operations, whatever the sizes)
-are all on one side of the split: 70 % train, 10 % say when to stop (the best average of weights is kept), 20 % are held out for the evaluation.
+are all on one side of the split: 70 % train, 10 % say when to stop (the best average of weights is kept), 20 % are
+held out for the evaluation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How a kernel walks its operands: bytes between what neighbouring results read.
 
 Transposes and bitcasts inside a fusion are index maps, of which many cancel; what memory sees is the map from a result
-to the operand. It is followed from the root back to each parameter, for a few results (0), their neighbours in memory (1),
-and the same results one further along the dimension that a reduction sums (2).
+to the operand. It is followed from the root back to each parameter, for a few results (0), their neighbours in memory
+(1), and the same results one further along the dimension that a reduction sums (2).
 """
 
 from __future__ import annotations

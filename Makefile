@@ -40,7 +40,7 @@ demo: $(VENV)/.stamp
 
 # Whole programs: a check of every call at run time would make planning them several times slower.
 PROGRAMS := tests/test_zoo.py tests/test_cases.py tests/test_demo.py tests/test_numerics.py tests/test_dispatch.py \
-	tests/test_memory_limit.py tests/test_simulator_speed.py tests/test_slow_network.py tests/costmodel/test_memory.py tests/search/test_collective_bytes.py tests/zoo
+	tests/test_memory_limit.py tests/test_microbatches.py tests/test_simulator_speed.py tests/test_slow_network.py tests/costmodel/test_memory.py tests/search/test_collective_bytes.py tests/zoo
 PROGRAMS := $(wildcard $(PROGRAMS))
 # jaxtyping and beartype check every function and dataclass of autoshard (STYLE 9).
 CHECKED := --jaxtyping-packages=autoshard,tools.typecheck.checked $(PROGRAMS:%=--ignore=%)

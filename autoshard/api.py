@@ -402,6 +402,8 @@ def autoshard(
     mesh: Any = None,
     devices: Any = "auto",
     pins: Any = None,
+    microbatches: Any = None,
+    remat: Any = None,
     static_argnums: Any = None,
     static_argnames: Any = None,
     donate_argnums: Any = None,
@@ -424,6 +426,10 @@ def autoshard(
         (axes of either type).
       devices: "auto" (JAX's devices), a preset such as "h100x8", a `DeviceSpec`, a `Cluster`, or a cluster file.
       pins: shardings kept as they are, by path pattern: {"**/mlp/**/kernel": PartitionSpec(None, "model")}.
+      microbatches: into how many parts the batch is cut; gradients and metrics are summed over them, and the step
+        computes what it computes whole. None: 1, or the fewest with which it fits the memory.
+      remat: whether the backward pass computes parts of the forward pass again instead of keeping them. None: where the
+        step does not fit the memory otherwise.
       static_argnums: positions of static arguments.
       static_argnames: names of static arguments.
       donate_argnums: positions of arguments whose buffers the step may reuse; None: state, found by matching outputs
@@ -433,17 +439,21 @@ def autoshard(
       seed: of the search.
       dump_dir: a folder for the IR after each pass; also the environment variable AUTOSHARD_DUMP_DIR.
       plan: a plan made before, or its JSON file, used instead of a search.
-      **later: stages, microbatches, schedule, remat, sync, period, delay, merge, warmup_steps: not available yet, only
+      **later: stages, schedule, sync, period, delay, merge, warmup_steps: not available yet, only
         None and the values of a step on one mesh are taken.
 
     Raises:
       ArgumentError: an option is wrong; says which, what was expected and what to do.
       MeshError, PlanError: `mesh` or `plan` is wrong.
+
+    When it is planned, a step whose examples depend on each other across microbatches is a `MicrobatchError`.
     """
     options = check_options(
         mesh=mesh,
         devices=devices,
         pins=pins,
+        microbatches=microbatches,
+        remat=remat,
         memory_limit=memory_limit,
         budget=budget,
         seed=seed,

@@ -55,8 +55,21 @@ class VerifyError(AutoshardError):
 
 
 @final
+class MicrobatchError(AutoshardError, ValueError):
+    """A step cannot be cut into these microbatches."""
+
+
+@final
 class InfeasibleError(AutoshardError):
-    """No plan meets the memory limit or the pins."""
+    """No plan meets the memory limit or the pins.
+
+    Attributes:
+      need_bytes: least memory of a device that a plan was found for, None if it is not known.
+    """
+
+    def __init__(self, message: str, need_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
 
 
 @final

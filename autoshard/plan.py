@@ -19,7 +19,7 @@ from autoshard.timeline import NO_TIMELINE, Lane, MemoryCurve, OperatorCost, Spa
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON form."""
 
 
@@ -173,6 +173,8 @@ class Plan:
       solver: engine, result and gap.
       donated: flat inputs whose buffers are reused.
       timeline: the simulated step.
+      microbatches: into how many parts the batch is cut; the program the plan belongs to has the loop over them.
+      remat: whether the program computes parts of its forward pass again.
       compiler: compiles the program the plan was made for; not saved, None for a plan read from a file.
     """
 
@@ -198,6 +200,8 @@ class Plan:
     solver: str
     donated: tuple[int, ...] = field(default=())
     timeline: Timeline = NO_TIMELINE
+    microbatches: int = 1
+    remat: bool = False
     compiler: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -27,7 +27,7 @@ def plan_view(plan: Plan) -> RenderableType:
     """The plan as a rich renderable."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh)
     head = Text(
-        f"plan {plan.fingerprint} on {plan.cluster}: mesh ({mesh}), {seconds(plan.time_s)} a step "
+        f"plan {plan.fingerprint} on {plan.cluster}: mesh ({mesh}), {parts_text(plan)}{seconds(plan.time_s)} a step "
         f"({seconds(plan.compute_s)} compute, {seconds(plan.traffic_s)} collectives), "
         f"{size_text(plan.memory.peak_bytes)} a device of {size_text(plan.memory_limit)}"
     )
@@ -41,6 +41,12 @@ def plan_view(plan: Plan) -> RenderableType:
     parts.append(_memory(plan))
     parts.append(Text("\n".join(["why", *(f"  {line}" for line in plan.why), f"  solver: {plan.solver}"])))
     return Group(*parts)
+
+
+def parts_text(plan: Plan) -> str:
+    """How the batch is cut and whether anything is computed again, "" where neither is."""
+    cut = f"{plan.microbatches} microbatches, " if plan.microbatches > 1 else ""
+    return cut + ("recomputing, " if plan.remat else "")
 
 
 def seconds(value: float) -> str:

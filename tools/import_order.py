@@ -1,6 +1,7 @@
 """Holds the floor plan: what may import what, and where private JAX may be used.
 
-    errors, jax_compat < ir < cluster < timeline < plan < costmodel < passes < search < runtime < api < demo < cli
+    errors, jax_compat < ir < cluster < timeline, schedules < plan < costmodel < passes < search < runtime < api < demo
+        < cli
 
 A unit is one of these: a folder of `autoshard` or a module directly in it. Every import is read from the syntax tree,
 wherever it stands (in functions and under TYPE_CHECKING too). Refused are:
@@ -34,7 +35,7 @@ FLOORS = (
     ("ir",),
     ("hardware",),  # what cluster.py hands on
     ("cluster",),
-    ("timeline",),
+    ("timeline", "schedules"),
     ("plan", "show", "report"),  # a plan prints itself with show.py, which reads plans
     ("dump",),
     ("costmodel",),

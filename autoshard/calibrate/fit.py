@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 from autoshard.cluster import GroupLinks, Link
-from autoshard.costmodel import CollectiveKind, collective_time_s
+from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind, collective_time_s
 
 HUBER = 0.1
 """Errors above this count in proportion. Nominal: what a good measurement scatters by."""
@@ -35,6 +35,27 @@ class LinkFit:
 
     link: Link
     error: float
+
+
+def rising(timed: Sequence[Timed]) -> list[Timed]:
+    """The same measurements, those of one kind made to take no less time for more bytes.
+
+    Neighbours in the wrong order get their common geometric mean (pool adjacent violators: Ayer et al., "An empirical
+    distribution function for sampling with incomplete information", 1955). On a busy core a small collective waits for
+    the scheduler, now and then several milliseconds.
+    """
+    found: list[Timed] = []
+    for kind in COLLECTIVE_KINDS:
+        pools: list[tuple[float, list[float]]] = []
+        for nbytes, seconds in sorted((n, t) for k, n, t in timed if k == kind):
+            pools.append((math.log(seconds), [nbytes]))
+            while len(pools) > 1 and pools[-1][0] < pools[-2][0]:
+                (a, first), (b, second) = pools[-2:]
+                pools[-2:] = [((a * len(first) + b * len(second)) / (len(first) + len(second)), first + second)]
+        for mean, sizes in pools:
+            for nbytes in sizes:
+                found.append((kind, nbytes, math.exp(mean)))
+    return found
 
 
 def fit_link(timed: Sequence[Timed], group: Callable[[Link], GroupLinks], launch_s: float = 0.0) -> LinkFit:

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.calibrate.clock import Measured, best_clock, measure
-from autoshard.calibrate.fit import Timed, fit_link
+from autoshard.calibrate.fit import Timed, fit_link, rising
 from autoshard.calibrate.kernels import Kernel, kernels, operands_of, program_of, replaced
 from autoshard.calibrate.record import Cache, Record, describe_setup
 from autoshard.calibrate.wires import Wire, collective_call, wires
@@ -118,17 +118,23 @@ def calibrate(
     if jax.process_count() > 1:
         todo += wires("network", quick)
     known = _agree_all([int(each.key in kept.found) for each in todo])
-    start, limit = time.perf_counter(), budget * (1 - COMPILE_SHARE) / max(len(todo), 1)
+    parts = sum(_parts(each) for each in todo)
+    start, limit = time.perf_counter(), budget * (1 - COMPILE_SHARE) / max(parts, 1)
     missing = [each for each, has in zip(todo, known, strict=True) if not has]
     for done, each in enumerate(missing):
         if tell is not None:
             spent = time.perf_counter() - start
             left = spent / done * (len(missing) - done) if done else budget * len(missing) / len(todo)
             tell(Progress(len(todo) - len(missing) + done, len(todo), each.key, left))
-        kept.add(each.key, _measure(each, local, limit))
+        kept.add(each.key, _measure(each, local, limit * _parts(each)))
     made = _cluster(name, todo, kept.found)
     errors = made[1]
     return Calibration(made[0], Record.today(setup, kept.found, errors), len(missing))
+
+
+def _parts(each: Kernel | Wire) -> int:
+    """Collectives get twice a kernel's time: they are slower, and scatter more."""
+    return 2 if isinstance(each, Wire) else 1
 
 
 def _measure(each: Kernel | Wire, local: Sequence[Any], limit_s: float) -> Measured:
@@ -202,9 +208,10 @@ def _cluster(
     for level, group in (("node", inside), ("network", across)):
         if level not in timed:
             continue
-        fit = fit_link(timed[level], group, device.collective_launch_s)
+        measured = rising(timed[level])
+        fit = fit_link(measured, group, device.collective_launch_s)
         if len(timed) == 1:  # a curve is by bytes alone, so it can only speak of one level
-            curves = kind_curves(timed[level], group(fit.link), device.collective_launch_s)
+            curves = kind_curves(measured, group(fit.link), device.collective_launch_s)
         errors[level] = fit.error
         link, network = (fit.link, network) if level == "node" else (link, fit.link)
     device = dataclasses.replace(device, efficiency={**device.efficiency, **curves})
@@ -224,7 +231,10 @@ def kind_curves(timed: Sequence[Timed], group: GroupLinks, launch_s: float) -> d
 def _device(base: DeviceSpec, todo: Sequence[Kernel], found: Mapping[str, Measured]) -> DeviceSpec:
     """A device with measured rates."""
     call_s = found["call@1"].low
-    times = {k.key: max(found[k.key].low - call_s, 0.05 * found[k.key].low) / k.repeats for k in todo}
+    times: dict[str, float] = {}
+    for k in todo:
+        other_s = found[k.beside].low if k.beside else call_s
+        times[k.key] = max(found[k.key].low - other_s, 0.05 * found[k.key].low) / k.repeats
     launch_s = next(times[k.key] / k.work for k in todo if k.operator == "launch")
     rates = {k.key: k.work / max(times[k.key] - launch_s, 0.05 * times[k.key]) for k in todo}
     flops = {"f32": max(rates[k.key] for k in todo if k.operator.startswith("matmul") and k.operator.endswith(".f32"))}

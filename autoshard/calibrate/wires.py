@@ -1,6 +1,7 @@
-"""The programs that say what links do: one collective over a group of devices, chained where it is small.
+"""The programs that say what links do: collectives over a group of devices, in a chain.
 
-A chain's calls wait for each other, so what starting a program costs is spread over them.
+A chain's calls wait for each other, so what starting a program costs, and that not all processes start it at the same
+time, is spread over them.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false
@@ -19,10 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.costmodel import COLLECTIVE_KINDS, CollectiveKind
 
-CHAINED_BYTES = 128 * 2**10
-"""Below this a chain of `CHAIN` collectives is timed, above it one."""
-
-CHAIN = 8
+CHAINS = ((128 * 2**10, 8), (8 * 2**20, 4))
+"""(most bytes, collectives in a chain); of larger ones two."""
 
 
 @final
@@ -48,12 +47,12 @@ class Wire:
     @property
     def chain(self) -> int:
         """How often it runs in one call."""
-        return CHAIN if self.nbytes <= CHAINED_BYTES else 1
+        return next((count for most, count in CHAINS if self.nbytes <= most), 2)
 
 
 def wires(level: str, quick: bool) -> list[Wire]:
-    """All that is measured of one level: 1 KiB to 32 MiB."""
-    powers = (10, 16, 20) if quick else (10, 12, 14, 16, 18, 20, 22, 24, 25)
+    """All that is measured of one level: 1 KiB to 16 MiB."""
+    powers = (10, 16, 20) if quick else (10, 12, 14, 16, 18, 20, 22, 24)
     return [Wire(level, kind, 2**p) for p in powers for kind in COLLECTIVE_KINDS]
 
 

@@ -19,6 +19,7 @@ from .fusion import fusible as fusible
 from .fusion import fusion_class as fusion_class
 from .fusion import fusion_estimate as fusion_estimate
 from .fusion import materialized as materialized
+from .fusion import stored_anywhere as stored_anywhere
 from .graph_time import graph_time_s as graph_time_s
 from .learned import SAMPLES as SAMPLES
 from .learned import WITHIN as WITHIN
@@ -45,6 +46,7 @@ from .liveness import find_lives as find_lives
 from .liveness import usage as usage
 from .matrix_rules import matmul_class as matmul_class
 from .measured import TRANSCENDENTAL_FLOPS as TRANSCENDENTAL_FLOPS
+from .measured import aligned as aligned
 from .measured import fresh_pages_s as fresh_pages_s
 from .measured import measured_time_s as measured_time_s
 from .memory import Buffers as Buffers
@@ -74,6 +76,9 @@ from .roofline import local_work as local_work
 from .roofline import matrix_occupancy as matrix_occupancy
 from .roofline import time_s as time_s
 from .roofline import work_time_s as work_time_s
+from .schedule_tasks import RankLink as RankLink
+from .schedule_tasks import bubble_share as bubble_share
+from .schedule_tasks import schedule_tasks as schedule_tasks
 from .simulator import Change as Change
 from .simulator import Simulation as Simulation
 from .simulator import simulate as simulate

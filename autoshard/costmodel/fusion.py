@@ -112,6 +112,15 @@ def materialized(graph: Graph) -> frozenset[Value]:
     return fusion_estimate(graph).in_memory
 
 
+def stored_anywhere(graph: Graph) -> frozenset[Value]:
+    """Values that live in memory, those of bodies of control flow included."""
+    found = set(materialized(graph))
+    for equation in graph.equations:
+        for body in equation.graphs:
+            found |= stored_anywhere(body)
+    return frozenset(found)
+
+
 def fusion_estimate(graph: Graph) -> FusionEstimate:
     """What XLA's fusion leaves of the memory traffic of a graph. Bodies of control flow are graphs of their own."""
     return _Estimator(graph).run()

@@ -18,6 +18,10 @@ TRANSCENDENTAL_FLOPS = 16
 """Operations in the time of one transcendental: a multiprocessor gives 16 special-function results a clock where it
 gives 128 multiply-adds, each two (CUDA C++ Programming Guide, "Arithmetic instructions", capability 9.0)."""
 
+ALIGNED_BYTES = 2048
+"""Half of a page, which is what one way of a first-level cache holds (64 sets of 64 bytes). Ours: from 512 floats on,
+copying across took 2.5 to 4 times as long an element as from rows of 1000 (AMD EPYC, family 25)."""
+
 KEPT_BYTES = 32 * 2**20
 """Larger blocks go back to the system when they are freed (glibc, malloc.c: DEFAULT_MMAP_THRESHOLD_MAX)."""
 
@@ -51,6 +55,7 @@ def measured_time_s(
     copies: int = 1,
     strided: int = 0,
     strided_bytes: float = 0.0,
+    aligned_bytes: float = 0.0,
     fused: bool = False,
 ) -> float:
     """Time of a device's part of some work from what was measured.
@@ -61,6 +66,7 @@ def measured_time_s(
       copies: kernels that it is computed in.
       strided: of them those that run in transposed order.
       strided_bytes: what those read, `local_bytes` apart. Their operations are part of the class `transpose`.
+      aligned_bytes: the part of it whose rows are `aligned`.
       fused: a reduction in one kernel with the loop that makes its operand; classes `_fused`.
     """
     launch_s = launches * device.kernel_launch_s
@@ -77,11 +83,16 @@ def measured_time_s(
             return launch_s + size / (device.memory_bytes_per_s * share)
     operations_s = (copies - strided) * _operations_s(work, flop_share, device)
     time_s = launch_s + max(operations_s, _stream_s(work, flop_share, local_bytes, device))
-    if strided_bytes:
-        size = work.largest_bytes * flop_share
-        share = device.share(("transpose", "elementwise"), size) or device.memory_efficiency
-        time_s += 2 * strided_bytes / (device.memory_bytes_per_s * share)
+    for name, nbytes in (("transpose", strided_bytes - aligned_bytes), ("transpose_aligned", aligned_bytes)):
+        if nbytes:
+            share = device.share((name, "transpose", "elementwise"), work.largest_bytes * flop_share)
+            time_s += 2 * nbytes / (device.memory_bytes_per_s * (share or device.memory_efficiency))
     return time_s
+
+
+def aligned(row_bytes: float) -> bool:
+    """Whether rows this far apart fall into few sets of a cache, so that a walk across them misses again and again."""
+    return row_bytes >= ALIGNED_BYTES and row_bytes % ALIGNED_BYTES == 0
 
 
 def _operations_s(work: Work, flop_share: float, device: DeviceSpec) -> float:

@@ -23,7 +23,16 @@ Points = tuple[tuple[float, float], ...]
 OPERATOR_CLASSES = (
     *("matmul", "matmul_narrow", "matmul_operands", "matmul_weights", "matmul_batched"),
     *("conv", "conv_weights", "conv_input"),
-    *("elementwise", "reduce", "reduce_major", "reduce_fused", "reduce_major_fused", "move", "transpose"),
+    *(
+        "elementwise",
+        "reduce",
+        "reduce_major",
+        "reduce_fused",
+        "reduce_major_fused",
+        "move",
+        "transpose",
+        "transpose_aligned",
+    ),
     *("gather", "scatter", "cumulative", "window", "fresh"),
     *("sort", "random", "linalg", "fft", "vector"),
     *("transcendental", "exp", "tanh", "log", "rsqrt", "sqrt", "logistic", "pow", "sin", "erf", "div"),

@@ -1,6 +1,7 @@
 """The graph, its verifier, evaluator and printer; tracing; factor rules; roles."""
 
 from .evaluate import abstract_inputs as abstract_inputs
+from .evaluate import bind_equation as bind_equation
 from .evaluate import evaluate as evaluate
 from .factors import Dims as Dims
 from .factors import FactorKind as FactorKind

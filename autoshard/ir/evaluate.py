@@ -54,6 +54,12 @@ def rebuild(graph: Graph, constrain: Constrain | None = None) -> Any:
     )
 
 
+def bind_equation(equation: Apply, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of one equation, with its source location and context."""
+    with jax_compat.equation_context(equation.place.source, equation.context):
+        return _apply(equation, list(operands), None)
+
+
 def _apply(equation: Apply, operands: list[Any], constrain: Constrain | None) -> Sequence[Any]:
     params = dict(equation.params)
     if equation.graphs:

@@ -41,7 +41,7 @@ class Planned:
       graph: the prepared graph.
       plan: made for it.
       target: where it was planned for.
-      again: plans it for another memory limit, in bytes; None where the user gave the plan.
+      again: plans it for another memory limit, in bytes, and gives the graph too; None where the user gave the plan.
     """
 
     template: Template
@@ -52,7 +52,7 @@ class Planned:
     graph: Graph
     plan: Plan
     target: Target
-    again: Callable[[int], Plan] | None = None
+    again: Callable[[int], tuple[Plan, Graph]] | None = None
 
 
 @final

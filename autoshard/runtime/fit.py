@@ -66,12 +66,12 @@ def fitting(
         if len(peaks) > ROUNDS:
             raise InfeasibleError(_too_large(planned, peaks, limit))
         try:
-            plan = planned.again(int(allowed))
+            plan, graph = planned.again(int(allowed))
         except InfeasibleError as error:
             raise InfeasibleError(_too_large(planned, peaks, limit)) from error
         line = f"planned again: XLA counted {size_text(peak)} for the plan before, the limit is {size_text(limit)}"
         plan = dataclasses.replace(plan, memory_limit=limit, why=(*plan.why, line))
-        planned = dataclasses.replace(planned, plan=plan)
+        planned = dataclasses.replace(planned, plan=plan, graph=graph)
         compiled = make(planned)
     return compiled
 

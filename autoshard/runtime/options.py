@@ -26,9 +26,7 @@ UNITS = {"": 1, "B": 1} | {
 
 ONE_MESH: Mapping[str, tuple[Any, ...]] = {
     "stages": (1,),
-    "microbatches": (1,),
     "schedule": (),
-    "remat": (False,),
     "sync": (True, "step"),
     "period": (1,),
     "delay": (0,),
@@ -47,6 +45,8 @@ class Options:
       mesh: a JAX mesh, named sizes, or None to choose.
       devices: as `autoshard.cluster.resolve_cluster` takes it.
       pins: path patterns to partition specs.
+      microbatches: into how many parts the batch is cut, None to choose.
+      remat: whether parts of the forward pass are computed again, None to choose.
       memory_limit: bytes a device may hold.
       budget_s: seconds for the search.
       seed: of the search.
@@ -56,6 +56,8 @@ class Options:
     mesh: jax.sharding.Mesh | MeshShape | None
     devices: Any
     pins: Pins | None
+    microbatches: int | None
+    remat: bool | None
     memory_limit: int | None
     budget_s: float | None
     seed: int
@@ -67,6 +69,8 @@ def check_options(
     mesh: Any,
     devices: Any,
     pins: Any,
+    microbatches: Any,
+    remat: Any,
     memory_limit: Any,
     budget: Any,
     seed: Any,
@@ -87,6 +91,8 @@ def check_options(
         mesh=check_mesh_option(mesh),
         devices=devices,
         pins=check_pins(pins),
+        microbatches=_check_microbatches(microbatches),
+        remat=_check_remat(remat),
         memory_limit=parse_memory(memory_limit),
         budget_s=_check_budget(budget),
         seed=seed,
@@ -162,6 +168,22 @@ def parse_memory(limit: Any) -> int | None:
             )
         )
     return int(found)
+
+
+def _check_microbatches(count: Any) -> int | None:
+    if count is None:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ArgumentError(
+            explain(f"microbatches={count!r}", "an int of at least 1, or None to choose", "give one, or leave it out")
+        )
+    return count
+
+
+def _check_remat(remat: Any) -> bool | None:
+    if remat is None or isinstance(remat, bool):
+        return remat
+    raise ArgumentError(explain(f"remat={remat!r}", "True, False, or None to choose", "give one of these"))
 
 
 def _check_budget(budget: Any) -> float | None:

@@ -14,11 +14,13 @@ import jax
 
 from autoshard import jax_compat
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.errors import ArgumentError, PlanError, explain
+from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
+from autoshard.passes import Remat, forward_cuts, microbatched, run_passes
 from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
+from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.options import Options
 from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
@@ -27,8 +29,37 @@ from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.target import Target, is_explicit
 from autoshard.search import collection_paused, make_plan, prepare
+from autoshard.show import size_text
+
+MOST_CHOSEN = 64
+"""Microbatches that are tried where a step does not fit; more are for the user to ask for. Ours."""
+
+MERGED = "remat=True: nothing is computed again, XLA's CPU compiler would merge it with the first time"
+"""Seen with jax 0.10.1 and jax.checkpoint as well: the same temporary memory with and without."""
+
+WORTH = 0.95
+"""More microbatches are tried while twice as many need no more than this part of the memory. Ours."""
 
 OnEvent = Callable[[str, Any], None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a program comes from the step.
+
+    Attributes:
+      microbatches: into how many parts the batch is cut.
+      remat: whether parts of the forward pass are computed again.
+    """
+
+    microbatches: int = 1
+    remat: bool = False
+
+    def __str__(self) -> str:
+        cut = f"{self.microbatches} microbatches" if self.microbatches > 1 else ""
+        again = "recomputing" if self.remat else ""
+        return " and ".join(part for part in (cut, again) if part) or "as written"
 
 
 @runtime_checkable
@@ -47,6 +78,7 @@ class MakePlan(Protocol):
         budget_s: float | None,
         seed: int,
         on_event: OnEvent | None = None,
+        suggest: bool = True,
     ) -> Plan: ...
 
 
@@ -107,10 +139,10 @@ def plan_call(
     shapes = [tuple(aval.shape) for aval in call.avals]
     sizes = None if target.shape is None else dict(target.shape)
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
-    prepared = prepare(graph, on_event)
-    compiler = functools.partial(compile_plan, prepared, target.cluster)
+    programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
-    def make(memory_limit: int | None) -> Plan:
+    def make(way: Way, memory_limit: int | None, suggest: bool) -> Plan:
+        prepared = programs.prepared(way)
         plan = search(
             prepared,
             info,
@@ -121,38 +153,184 @@ def plan_call(
             budget_s=options.budget_s,
             seed=options.seed,
             on_event=on_event,
+            suggest=suggest,
         )
-        return dataclasses.replace(plan, compiler=compiler)
+        compiler = functools.partial(compile_plan, prepared, target.cluster)
+        return dataclasses.replace(plan, microbatches=way.microbatches, remat=way.remat, compiler=compiler)
 
-    plan = known_plan(prepared, info, target, library, name) or make(options.memory_limit)
+    merged = target.cluster.device(0).kind == "cpu"
+    asked = (options.microbatches, False if merged else options.remat)
+
+    def choose(memory_limit: int | None) -> tuple[Plan, Graph]:
+        plan = choose_way(lambda way, suggest: make(way, memory_limit, suggest), *asked)
+        if merged and options.remat:
+            plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
+        return plan, programs.prepared(way_of(plan))
+
+    plan = known_plan(programs.prepared, asked, info, target, library, name)
+    plan, prepared = choose(options.memory_limit) if plan is None else (plan, programs.prepared(way_of(plan)))
     for i, spec in pins.items():
         pattern = next(p for p in options.pins or {} if matches(p, call.slashes[i]))
         check_pin(pattern, spec, call.slashes[i], shapes[i], dict(plan.mesh))
-    plan = dataclasses.replace(plan, compiler=compiler)
-    again = None if library.loaded else make
+    plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
+    again = None if library.loaded else choose
     return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again)
 
 
-def known_plan(prepared: Graph, info: StepInfo, target: Target, library: Library, name: str) -> Plan | None:
+def way_of(plan: Plan) -> Way:
+    """How the plan's program comes from the step."""
+    return Way(plan.microbatches, plan.remat)
+
+
+@final
+class Programs:
+    """A step's prepared graphs, by the way they are made."""
+
+    def __init__(
+        self, fun: Callable[[], Callable[..., Any]], call: Call, info: StepInfo, graph: Graph, on_event: OnEvent | None
+    ) -> None:
+        self._fun, self._call, self._info, self._graph, self._on_event = fun, call, info, graph, on_event
+        self._prepared: dict[Way, Graph] = {}
+
+    def prepared(self, way: Way) -> Graph:
+        """The graph that plans of this kind speak of.
+
+        Raises:
+          MicrobatchError: it cannot be cut like this.
+          ArgumentError: there is nothing to compute again.
+        """
+        if way not in self._prepared:
+            self._prepared[way] = prepare(self._make(way), self._on_event)
+        return self._prepared[way]
+
+    def _make(self, way: Way) -> Graph:
+        graph = self._graph
+        remat = Remat(forward_cuts(graph) if way.remat else ())
+        if way.remat and not remat.cuts:
+            raise ArgumentError(
+                explain(
+                    "remat=True for a step without a backward pass that keeps more than it would take to compute again",
+                    "a step with a gradient in it",
+                    "leave remat out",
+                )
+            )
+        if remat.cuts:
+            graph = run_passes(graph, [remat], self._on_event)
+        if way.microbatches > 1:
+            with _automatic_axes():
+                split = split_batch(self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply)
+                graph = microbatched(split)
+            if self._on_event is not None:
+                self._on_event("microbatch", graph)
+        return graph
+
+
+def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool | None) -> Plan:
+    """The plan asked for; what is left open is as the step is written if that fits, else the quickest that does.
+
+    For 1, 2, 4, ... microbatches the step is planned as it is and recomputing, until one that does not recompute fits.
+
+    Args:
+      make: plans one way; with True its error says which larger cluster would do.
+      count: microbatches asked for, None to choose.
+      remat: whether to recompute, None to choose.
+
+    Raises:
+      InfeasibleError: nothing fits; says what was tried.
+      MicrobatchError, ArgumentError: what was asked for is not possible.
+    """
+    if count is not None and remat is not None:
+        return make(Way(count, remat), True)
+    first = Way(count or 1, bool(remat))
+    needs: dict[Way, int] = {}
+    fitting: list[Plan] = []
+    refused, why, m = "", "", first.microbatches
+    while m <= MOST_CHOSEN:
+        least = min(needs.values(), default=None)
+        for recompute in (False, True) if remat is None else (remat,):
+            way = Way(m, recompute)
+            try:
+                plan = make(way, False)
+            except InfeasibleError as error:
+                why = why or str(error).splitlines()[0]
+                if error.need_bytes is not None:
+                    needs[way] = error.need_bytes
+            except (MicrobatchError, ArgumentError) as error:
+                if way == first:
+                    raise
+                refused = refused or f"; {str(error).splitlines()[0]}"
+            else:
+                if way == first:
+                    return plan
+                fitting.append(plan)
+                if not recompute:
+                    break
+        done = any(not plan.remat for plan in fitting) or count is not None
+        stuck = least is not None and min(needs.values()) > WORTH * least
+        if done or stuck or not needs:
+            break
+        m *= 2
+    if fitting:
+        plan = min(fitting, key=lambda p: p.time_s)
+        others = ", ".join(f"{w} {size_text(n)}" for w, n in needs.items())
+        line = f"{way_of(plan)}: {why} (needed at least: {others})"
+        return dataclasses.replace(plan, why=(*plan.why, line))
+    if len(needs) > 1:
+        listed = ", ".join(f"{w}: {size_text(n)}" for w, n in needs.items() if w != first)
+        refused = f"; nor does it otherwise ({listed}){refused}"
+    try:
+        return make(first, True)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{refused}", error.need_bytes) from error
+
+
+def known_plan(
+    prepared: Callable[[Way], Graph],
+    asked: tuple[int | None, bool | None],
+    info: StepInfo,
+    target: Target,
+    library: Library,
+    name: str,
+) -> Plan | None:
     """A plan of the same program for the same devices, None if it has to be searched.
+
+    Args:
+      prepared: the program by the way it is made.
+      asked: microbatches and recomputing asked for, None for any.
+      info: names and roles.
+      target: the devices.
+      library: plans to use again.
+      name: of the step.
 
     Raises:
       PlanError: the user loaded plans, and none belongs to this program here.
     """
     if not library.made and not library.loaded:
         return None
-    program = fingerprint(prepared)
+    count, remat = asked
+
+    def belongs(plan: Plan) -> bool:
+        if count not in (None, plan.microbatches) or remat not in (None, plan.remat):
+            return False
+        try:
+            return plan.fingerprint == fingerprint(prepared(way_of(plan)))
+        except (MicrobatchError, ArgumentError):
+            return False
+
     for each in library.made:
         same = each.target.shape == target.shape and each.target.cluster == target.cluster and each.info == info
-        if each.plan.fingerprint == program and same:
+        if same and belongs(each.plan):
             return each.plan
     if not library.loaded:
         return None
-    fitting = [plan for plan in library.loaded if plan.fingerprint == program]
+    fitting = [plan for plan in library.loaded if belongs(plan)]
     if not fitting:
+        last = library.loaded[-1]
+        made = f" ({way_of(last)})" if way_of(last) != Way() else ""
         raise PlanError(
             explain(
-                f"the loaded plan is of program {library.loaded[-1].fingerprint}, {name} called this way is {program}",
+                f"the loaded plan is of program {last.fingerprint}{made}, "
+                f"{name} called this way is {fingerprint(prepared(Way(count or 1, bool(remat))))}",
                 "a plan of this step with these shapes, dtypes and static arguments, made with this JAX version",
                 "plan again with .plan(...), or .clear_cache() to forget the loaded plan",
             )

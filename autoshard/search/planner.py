@@ -21,6 +21,7 @@ from autoshard.costmodel import (
     fresh_pages_s,
     materialized,
     peak_memory,
+    stored_anywhere,
 )
 from autoshard.errors import InfeasibleError, MeshError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, Value, local_bytes
@@ -75,7 +76,8 @@ class Task:
     """What every mesh is planned for.
 
     Attributes:
-      graph: the prepared graph; ops: its ops; written: values that go through memory; lives: when.
+      graph: the prepared graph; ops: its ops; written: values that go through memory; stored: those in
+        bodies too; lives: when.
       donated: (input, output) pairs in one buffer.
       info: names and roles; state: values of state arguments; pins: fixed specs.
       limit: most bytes on a device.
@@ -85,6 +87,7 @@ class Task:
     graph: Graph
     ops: Ops
     written: frozenset[Value]
+    stored: frozenset[Value]
     lives: Lives
     donated: tuple[tuple[int, int], ...]
     info: StepInfo
@@ -173,6 +176,7 @@ def make_plan(
     seed: int,
     on_event: OnEvent | None = None,
     tie: bool = True,
+    suggest: bool = True,
 ) -> Plan:
     """Plans a step.
 
@@ -187,9 +191,10 @@ def make_plan(
       seed: of every random decision.
       on_event: called after each part.
       tie: plan repeated layers once.
+      suggest: look for a larger cluster if nothing fits.
 
     Raises:
-      InfeasibleError: nothing fits the memory limit; names the need.
+      InfeasibleError: nothing fits the memory limit; names the need, and a larger cluster that would do.
       MeshError, PinError, UnknownPrimitiveError: see there.
     """
     tell = on_event or _silent
@@ -205,8 +210,9 @@ def make_plan(
         found += plan_mesh(task, cluster, shape, budget_s=budget, seed=seed, tie=tie, tell=tell)
     chosen = _choose(task, found)
     if chosen is None:
-        enough = _larger(task, cluster, mesh, found, seed)
-        raise InfeasibleError(_does_not_fit(found, limit, cluster, enough))
+        enough = _larger(task, cluster, mesh, found, seed) if suggest else ""
+        need = min((c.peak_bytes for c in found), default=None)
+        raise InfeasibleError(_does_not_fit(found, limit, cluster, enough), need)
     best, found = chosen
     ground, exact, made = best.ground, best.exact, best.schedule
     assert exact is not None, "a chosen answer has been carried out"
@@ -241,7 +247,7 @@ def plan_mesh(
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
-    pricer = Pricer(cluster, mesh, task.written.__contains__, task.kernels)
+    pricer = Pricer(cluster, mesh, task.stored.__contains__, task.kernels)
     model = build_model(task.ops, mesh, task.pins, tie, task.written)
     ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)
@@ -391,7 +397,7 @@ def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, de
     state = frozenset(graph.inputs[i] for i, _ in info.pairs)
     fixed = {graph.inputs[i]: spec for i, spec in pins.items()}
     kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
-    return Task(graph, ops, written, lives, donated, info, state, fixed, limit, kernels)
+    return Task(graph, ops, written, stored_anywhere(graph), lives, donated, info, state, fixed, limit, kernels)
 
 
 def _check_mesh(mesh: MeshShape, cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ from autoshard.costmodel import (
     EquationKernels,
     Work,
     WorkKind,
+    aligned,
     collective_time_s,
     cpu_kernels,
     equation_work,
@@ -24,9 +25,10 @@ from autoshard.costmodel import (
     path_collectives,
     peak_memory,
     reshard_path,
+    stored_anywhere,
     work_time_s,
 )
-from autoshard.ir import FactorKind, Graph, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
+from autoshard.ir import Atom, FactorKind, Graph, MeshShape, Spec, Value, axes_size, local_bytes, spec_axes
 from autoshard.passes import Constrain
 from autoshard.search.choices import Choice
 from autoshard.search.ops import Op, OpKind, list_ops
@@ -225,12 +227,14 @@ class Pricer:
 
     def _measured_s(self, op: Op, choice: Choice, work: Work, kernels: EquationKernels) -> float:
         """Of a calibrated device: bytes, launches and copies are those of its compiler's kernels."""
-        moved, across = 0.0, 0.0
+        moved, across, hard = 0.0, 0.0, 0.0
         for k, spec in enumerate(choice.operands):
             if kernels.reads[k] or kernels.strided_reads[k]:
                 nbytes = work.operand_bytes[k] / axes_size(spec_axes(spec), self.sizes)
                 moved += kernels.reads[k] * nbytes
                 across += kernels.strided_reads[k] * nbytes
+                if kernels.strided_reads[k] and aligned(_row_bytes(op.operands[k], spec, self.sizes)):
+                    hard += kernels.strided_reads[k] * nbytes
         for nbytes, written, spec in zip(work.result_bytes, kernels.writes, choice.results, strict=True):
             if written:
                 moved += nbytes / axes_size(spec_axes(spec), self.sizes)
@@ -243,8 +247,16 @@ class Pricer:
             copies=kernels.copies,
             strided=kernels.strided,
             strided_bytes=across,
+            aligned_bytes=hard,
             fused=kernels.fused,
         )
+
+
+def _row_bytes(atom: Atom, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of the last dimension of a device's part."""
+    if not atom.shape:
+        return 0.0
+    return atom.shape[-1] * atom.dtype.itemsize / axes_size(spec[-1], sizes)
 
 
 def step_compute(
@@ -259,9 +271,8 @@ def step_compute(
     """
     device = cluster.device(0)
     kernels = cpu_kernels(graph) if device.calibrated and device.kind == "cpu" else None
-    stored = materialized(graph).__contains__
-    written = stored if device.kind == "gpu" else None
-    pricer = Pricer(cluster, (), stored, kernels)
+    written = materialized(graph).__contains__ if device.kind == "gpu" else None
+    pricer = Pricer(cluster, (), stored_anywhere(graph).__contains__, kernels)
     for op in list_ops(graph).ops:
         if op.kind is not OpKind.APPLY or op.equation is None:
             continue

@@ -12,6 +12,7 @@ import pytest
 
 from autoshard import Step, autoshard
 from autoshard.errors import InfeasibleError
+from autoshard.ir import Graph
 from autoshard.plan import Memory, Plan
 from autoshard.runtime import Compiled, Planned, fitting
 from autoshard.runtime.fit import ROUNDS
@@ -56,11 +57,11 @@ def shrinking(least: int) -> tuple[Planned, Callable[[Planned], Compiled], list[
     planned, compiled = planned_of(limited(plan.memory.peak_bytes))
     asked: list[int] = []
 
-    def again(limit: int) -> Plan:
+    def again(limit: int) -> tuple[Plan, Graph]:
         asked.append(limit)
         if limit < least:
             raise InfeasibleError("too small")
-        return dataclasses.replace(plan, memory=Memory(0, 0, 0, limit), memory_limit=limit)
+        return dataclasses.replace(plan, memory=Memory(0, 0, 0, limit), memory_limit=limit), planned.graph
 
     def make(p: Planned) -> Compiled:
         return dataclasses.replace(compiled, planned=p)

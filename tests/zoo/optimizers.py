@@ -224,7 +224,7 @@ OPTIMIZERS = (
     Program(
         "moving_average",
         moving_average,
-        True,
+        False,
         "exponential moving average of parameters; a second forward pass after the update",
     ),
     Program("loss_scaling", loss_scaling, True, "lax.cond on finite gradients; the second batch overflows"),

@@ -1,0 +1,30 @@
+"""Pipeline schedules: tables of who does what in which order, their generators, their verifier."""
+
+from .fixed import eager_one_f_one_b as eager_one_f_one_b
+from .fixed import early_backward as early_backward
+from .fixed import gpipe as gpipe
+from .fixed import interleaved as interleaved
+from .fixed import one_f_one_b as one_f_one_b
+from .listed import list_schedule as list_schedule
+from .picture import picture as picture
+from .table import Action as Action
+from .table import Kind as Kind
+from .table import Schedule as Schedule
+from .table import line_placement as line_placement
+from .table import round_placement as round_placement
+from .table import v_placement as v_placement
+from .times import Send as Send
+from .times import StageTimes as StageTimes
+from .times import idle_share as idle_share
+from .times import makespan_s as makespan_s
+from .times import send_priority as send_priority
+from .times import start_times as start_times
+from .times import uniform_times as uniform_times
+from .verify import Facts as Facts
+from .verify import needs as needs
+from .verify import read_schedule as read_schedule
+from .verify import verify as verify
+from .zero_bubble import dual_pipe_v as dual_pipe_v
+from .zero_bubble import zb_h1 as zb_h1
+from .zero_bubble import zb_h2 as zb_h2
+from .zero_bubble import zb_v as zb_v

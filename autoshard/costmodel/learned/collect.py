@@ -29,7 +29,7 @@ ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MAL
 """glibc keeps memory that was freed, so that a call finds its buffers mapped, as in a train loop that runs on."""
 
 TIMEOUT_S = 400.0
-BATCH = 6
+BATCH = 10
 """Programs a worker visits in turn, and the most seconds they may take."""
 SAMPLES = "samples.jsonl"
 

@@ -18,12 +18,16 @@ import numpy as np
 
 from autoshard.costmodel.learned.evaluate import Kind, Score, wins
 from autoshard.costmodel.learned.features import compile_text, hlo_features
+from autoshard.costmodel.learned.hlo_graph import parse_module
 from autoshard.costmodel.learned.kernel_features import LAYOUT
 from autoshard.costmodel.learned.train import LearnOptions, Split, Trained, digest, predict
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Graph
 
 FORMAT = 2
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "ragged-all-to-all")
+"""HLO's operations in which devices talk."""
+
 WEIGHTS, RECORD = "weights.msgpack", "record.json"
 
 
@@ -50,6 +54,25 @@ class LearnedModel:
           ArgumentError: the text is no HLO module.
         """
         return float(predict(self._trained, [hlo_features(text)]).steps[0])
+
+    def compute_hlo_s(self, text: str) -> float:
+        """Seconds of one call of a compiled program on one device without its collectives, which it never learned.
+
+        Raises:
+          ArgumentError: the text is no HLO module.
+        """
+        talking = {k.name for k in parse_module(text).kernels if k.instruction.opcode.startswith(COLLECTIVES)}
+        features = hlo_features(text)
+        times = predict(self._trained, [features])
+        apart = [name in talking for name in features.names]
+        return float(times.steps[0]) * (1 - float(times.kernels[0][apart].sum() / times.kernels[0].sum()))
+
+    def differs(self) -> str:
+        """How this machine and these versions differ from those it was measured with; "" where they do not."""
+        here = {**machine(), "jax": jax.__version__}
+        there = {**self.record["machine"], "jax": self.record["versions"]["jax"]}
+        wrong = [f"{key} {there.get(key)!r} (here {value!r})" for key, value in here.items() if there.get(key) != value]
+        return f"it was measured on {', '.join(wrong)}" if wrong else ""
 
     def kernel_times_s(self, text: str) -> Mapping[str, float]:
         """Seconds of each kernel in a call, all its runs together, by the name of its HLO instruction.

@@ -24,7 +24,7 @@ from autoshard.costmodel.learned.program_steps import make_step
 from autoshard.costmodel.learned.programs import structure
 from autoshard.costmodel.learned.untyped import jax
 
-VISITS = 3
+VISITS = 5
 BLOCK_S = 0.001
 """Least length of a timed block: shorter than a scheduler's slice, so that most blocks are not interrupted."""
 

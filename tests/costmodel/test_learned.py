@@ -87,6 +87,7 @@ def samples() -> list[Sample]:
             work=np.ones((n, 3)),
             names=tuple(f"k{k}" for k in range(n)),
             runs=np.ones(n),
+            keys=np.repeat(i * 10 + np.arange(n)[:, None], 3, axis=1),  # no two alike
         )
         kernel_s = (base * np.exp(1.2 * nodes[:, 0])).astype(np.float64)
         time_s, nan = float(kernel_s.sum()), np.full(n, np.nan)

@@ -17,7 +17,8 @@ import numpy as np
 
 from autoshard.costmodel.learned.access import accesses
 from autoshard.costmodel.learned.hlo_graph import parse_module
-from autoshard.costmodel.learned.kernel_features import WIDTH, call_features, kernel_features, log1
+from autoshard.costmodel.learned.kernel_features import call_features, kernel_features, log1
+from autoshard.costmodel.learned.recall import kernel_keys
 from autoshard.costmodel.learned.untyped import jax
 from autoshard.ir import Graph, evaluate
 
@@ -39,6 +40,7 @@ class Features:
       names: HLO instructions of the kernels; empty for loops and branches, whose time is not their own, and for the
         call, which stands last.
       runs: how often each kernel runs in a call.
+      keys: what alike kernels share, [K, 3] (`recall.py`).
     """
 
     nodes: Array
@@ -48,6 +50,7 @@ class Features:
     work: Array
     names: tuple[str, ...]
     runs: Array
+    keys: Array
 
 
 def hlo_features(text: str) -> Features:
@@ -65,9 +68,11 @@ def hlo_features(text: str) -> Features:
     found = accesses(module)
     footprint = float(sum(sum(a.read) + a.written for a in found))
     names: list[str] = []
+    keys: list[tuple[int, int, int]] = []
     for index, (kernel, access) in enumerate(zip(module.kernels, found, strict=True)):
         figures = kernel_features(kernel, access, footprint)
         rows.append(figures.row)
+        keys.append(kernel_keys(kernel))
         bases.append(figures.base_s * kernel.trips)
         names.append("" if kernel.instruction.opcode in CONTAINERS else kernel.name)
         work.append((figures.operations, figures.transcendentals, figures.moved))
@@ -85,6 +90,7 @@ def hlo_features(text: str) -> Features:
         np.array([*work, (0.0, 0.0, 0.0)]),
         (*names, ""),
         np.array([*(kernel.trips for kernel in module.kernels), 1.0]),
+        np.array([*keys, (-1, -1, -1)], np.int64),
     )
 
 
@@ -164,7 +170,7 @@ def make_batch(programs: Sequence[Features], slots: int, nodes: int = 0) -> Batc
     e = 2 * n
     starts = np.cumsum([0, *counts[:-1]])
     batch = Batch(
-        np.zeros((n, WIDTH), np.float32),
+        np.zeros((n, programs[0].nodes.shape[1]), np.float32),
         np.zeros(n, np.float32),
         np.full((e, 2), n - 1, np.int32),
         np.zeros(e, np.float32),

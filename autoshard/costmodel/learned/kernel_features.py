@@ -88,13 +88,28 @@ NEAR = (1 << 19, 1 << 22, 1 << 24)
 SETS = 4096
 """Bytes after which addresses fall into the same set of a first-level cache of 64 sets of 64 bytes."""
 
-PRODUCT = 18
+PRODUCT = 26
 STRIDES = 8
 REUSE = 3 + len(NEAR)
 PLAIN = 22
 WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + WALKS + REUSE + PLAIN
 REUSE_COLUMNS = (WIDTH - PLAIN - REUSE, WIDTH - PLAIN)
-LAYOUT = f"kernels-3:{WIDTH}"
+_PRODUCT_AT = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS)
+_STRIDES_AT = _PRODUCT_AT + PRODUCT
+_WALKS_AT = _STRIDES_AT + STRIDES
+_PLAIN_AT = WIDTH - PLAIN
+PLACES = {
+    **{_PLAIN_AT + k: 1.0 for k in (1, 2, 3, 4, 7, 9, 10, 11)},  # elements, bytes, operations, minor dimensions
+    **{_PRODUCT_AT + k: 1.0 for k in (0, 1, 2, 3)},  # sizes of a product
+    **{_PRODUCT_AT + k: 1.0 for k in (12, 13, 15, 16, 18)},  # window, channels, strides and dilations of a convolution
+    **{_STRIDES_AT + k: 1.0 for k in (0, 1)},
+    **{_WALKS_AT + k: 0.5 for k in (0, 3, 5)},  # logarithms of strides
+    **{_PLAIN_AT - 1 - k: 0.7 for k in range(len(NEAR))},  # parts of the bytes that are near
+}
+PLACE_COLUMNS, PLACE_SCALES = tuple(PLACES), tuple(PLACES.values())
+"""Columns that say how far apart kernels with the same operations are, and what they count."""
+
+LAYOUT = f"kernels-4:{WIDTH}"
 """Names what the columns mean; a stored model says which it was trained on."""
 
 
@@ -223,13 +238,26 @@ class _Tally:
         inner = right.dims[labels[2].index("i")] if labels and "i" in labels[2] else 1
         self._sizes(shape.size // max(out, 1), out, inner * math.prod(window), 1)
         stride = re.search(r"stride=([\dx]+)", instruction.attributes)
-        dilated = re.search(r"(?:lhs|rhs)_dilate=([\dx]+)", instruction.attributes)
+        apart = [re.search(rf"{side}_dilate=([\dx]+)", instruction.attributes) for side in ("lhs", "rhs")]
+        dilated, spread = (math.prod(int(n) for n in found[1].split("x")) if found else 1 for found in apart)
         self.product[12] = log1(math.prod(window))
         self.product[13] = log1(inner)
         self.product[14] = log1(many)
         self.product[15] = log1(math.prod(int(n) for n in stride[1].split("x")) if stride else 1)
-        self.product[16] = log1(math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1)
+        self.product[16] = log1(dilated)
         self.product[17] = float(labels is not None and labels[1].endswith("f"))
+        run = inner * (window[-1] if window else 1)
+        places = math.prod(shape.dims[labels[3].index(c)] for c in labels[3] if c.isdigit()) if labels else 1
+        self.product[18:] = (
+            log1(spread),
+            inner % 4 / 4,
+            inner % 8 / 8,
+            log1(run),
+            log1(places),
+            log1(right.nbytes),
+            log1(self.flops / max(dilated, 1)),
+            float("reversal" in instruction.attributes),
+        )
 
     def _walk(self, source: Shape, stride: int, back: int, rows: int) -> None:
         """A transposed walk: a stride that a power of two divides uses few sets of a cache."""

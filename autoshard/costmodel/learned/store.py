@@ -20,11 +20,12 @@ from autoshard.costmodel.learned.evaluate import Kind, Score, wins
 from autoshard.costmodel.learned.features import compile_text, hlo_features
 from autoshard.costmodel.learned.hlo_graph import parse_module
 from autoshard.costmodel.learned.kernel_features import LAYOUT
+from autoshard.costmodel.learned.recall import Recall
 from autoshard.costmodel.learned.train import LearnOptions, Split, Trained, digest, predict
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Graph
 
-FORMAT = 2
+FORMAT = 3
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "ragged-all-to-all")
 """HLO's operations in which devices talk."""
 
@@ -148,7 +149,9 @@ def save_model(folder: Path, trained: Trained, record: Mapping[str, Any]) -> Non
 
     folder.mkdir(parents=True, exist_ok=True)
     members = {str(i): member for i, member in enumerate(trained.members)}
-    tree = {"members": members, "mean": trained.mean, "scale": trained.scale}
+    kept = trained.recall
+    recall = {"keys": kept.keys, "x": kept.x, "y": kept.y, "weight": kept.weight, "owner": kept.owner}
+    tree = {"members": members, "recall": recall, "mean": trained.mean, "scale": trained.scale}
     write = cast(Any, serialization.msgpack_serialize)  # pyright: ignore[reportUnknownMemberType]
     (folder / WEIGHTS).write_bytes(write(tree))
     (folder / RECORD).write_text(json.dumps(record, indent=1))
@@ -174,10 +177,11 @@ def load_model(folder: Path) -> LearnedModel:
     try:
         tree = cast(Any, serialization.msgpack_restore(weights))
         members = tuple(tree["members"][str(i)] for i in range(len(tree["members"])))
+        recall = Recall(**tree["recall"])
         mean, scale = tree["mean"], tree["scale"]
         options = LearnOptions(**record["options"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             explain(f"{folder / WEIGHTS} cannot be read ({error})", "weights written by `autoshard learn`", todo)
         ) from error
-    return LearnedModel(Trained(members, mean, scale, options, (), float(record["seconds"])), record)
+    return LearnedModel(Trained(members, recall, mean, scale, options, (), float(record["seconds"])), record)

@@ -9,7 +9,10 @@ held out for the evaluation.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from typing import Any, final
 import numpy as np
 
 from autoshard.costmodel.learned.features import Batch, Features, make_batch, pack
+from autoshard.costmodel.learned.recall import Recall, make_recall, owner_number
 from autoshard.costmodel.learned.untyped import jax, jnp
 from autoshard.errors import ArgumentError, explain
 
@@ -32,6 +36,9 @@ SPREAD = 0.1
 
 STEP_WEIGHT = 0.3
 """Of the programs' mean loss beside the kernels'."""
+
+WARM = 0.05
+"""Part of the training in which the learning rate rises."""
 
 LEAST = 20
 """Fewest programs that can be split and trained on."""
@@ -86,7 +93,7 @@ class LearnOptions:
       learning_rate, weight_decay: of AdamW; the rate rises for 5 % of the steps, then falls along a cosine.
       average: of the weights, decay a step.
       members: networks trained from different starts; the prediction is the mean of their logarithms.
-      seconds: most CPU time of all members together; each stops, with its rate not yet fallen, at its part.
+      seconds: most CPU time of all members together; each has its part, and its rate falls within it.
       seed: of weights and order.
     """
 
@@ -121,6 +128,7 @@ class Trained:
 
     Attributes:
       members: parameters of each network.
+      recall: the training programs' kernels.
       mean, scale: the figures' standardization.
       options: as trained.
       losses: (epoch, training loss, validation loss), members one after the other.
@@ -128,6 +136,7 @@ class Trained:
     """
 
     members: tuple[Any, ...]
+    recall: Recall
     mean: Array
     scale: Array
     options: LearnOptions
@@ -171,6 +180,12 @@ def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trai
     if not split.train or not split.validation:
         raise ArgumentError(explain("a split with an empty part", "programs for training and validation", "add some"))
     begun = time.process_time()
+    recall = remember(split.train)
+    split = Split(
+        tuple(_with_recall(recall, s, owner_number(s.structure)) for s in split.train),
+        tuple(_with_recall(recall, s, -1) for s in split.validation),
+        (),
+    )
     stacked = np.concatenate([s.features.nodes for s in split.train])
     mean, scale = stacked.mean(0), stacked.std(0)
     scale = np.where(scale < 1e-6, 1.0, scale).astype(np.float32)
@@ -182,42 +197,43 @@ def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trai
             found, curve = _train_one(split, options, options.seed + member, (mean, scale), until, tell)
         members.append(found)
         losses += curve
-    trained = Trained(tuple(members), mean, scale, options, tuple(losses), time.process_time() - begun)
+    trained = Trained(tuple(members), recall, mean, scale, options, tuple(losses), time.process_time() - begun)
     return trained
+
+
+def remember(samples: Sequence[Sample]) -> Recall:
+    """What the kernels of some programs took."""
+    parts: list[tuple[Array, Array, Array, Array, str]] = []
+    for s in samples:
+        weight = s.weight
+        logs = np.log(np.where(weight > 0, s.kernel_s, np.nan) / s.features.base_s)
+        parts.append((s.features.nodes, s.features.keys, logs, weight, s.structure))
+    return make_recall(parts)
+
+
+def recalled(recall: Recall, features: Features, owner: int = -1) -> Features:
+    """Features with what is remembered of their kernels in the figures and in the base times."""
+    logs, columns = recall.look_up(features.nodes, features.keys, owner)
+    base_s = (features.base_s * np.exp(logs)).astype(np.float32)
+    return dataclasses.replace(features, nodes=np.concatenate((features.nodes, columns), axis=1), base_s=base_s)
+
+
+def _with_recall(recall: Recall, sample: Sample, owner: int) -> Sample:
+    return dataclasses.replace(sample, features=recalled(recall, sample.features, owner))
 
 
 def _train_one(
     split: Split, options: LearnOptions, seed: int, standard: tuple[Array, Array], until: float, tell: Tell | None
 ) -> tuple[Any, list[tuple[int, float, float]]]:
-    import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
-
     network = _network(options, options.dropout)
+    optimizer, update = _updater(network, options.batch + 1, options.weight_decay)
     rng = np.random.default_rng([seed, 3])
     steps = len(_batches(split.train, options.batch, np.random.default_rng(0)))
-    total = max(options.epochs * steps, 2)
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(total // 20, 1), total, 1e-5)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=options.weight_decay))
+    total, begun = max(options.epochs * steps, 2), time.process_time()
     first = _standard(make_batch([s.features for s in split.train[:2]], options.batch + 1), standard)
     key = jax.random.key(seed)
     params: Any = network.init(key, *_inputs(first), options.batch + 1)
     state: Any = optimizer.init(params)
-
-    def mean(logs: Any, y: Any, weight: Any) -> Any:
-        return jnp.sum(optax.huber_loss(logs, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-    def loss(p: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any) -> Any:
-        kernels, steps = network.apply(p, *inputs, options.batch + 1, True, rngs={"dropout": dropout})
-        return mean(kernels, *labels[:2]) + STEP_WEIGHT * mean(steps, *labels[2:])
-
-    @jax.jit
-    def update(
-        p: Any, average: Any, s: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any, new: Any
-    ) -> Any:
-        value, grads = jax.value_and_grad(loss)(p, inputs, labels, dropout)
-        changes, s = optimizer.update(grads, s, p)
-        p = optax.apply_updates(p, changes)
-        average = optax.incremental_update(p, average, new)
-        return p, average, s, value
 
     average = params
     best, best_loss, since = params, float("inf"), 0
@@ -230,8 +246,10 @@ def _train_one(
             labels = _labels(part, len(batch.base_s), options.batch + 1)
             number += 1
             new = max(1 - options.average, 9 / (9 + number))  # the first weights are soon forgotten
+            progress = max(number / total, (time.process_time() - begun) / max(until - begun, 1e-9))
+            rate = options.learning_rate * _rate(progress)
             params, average, state, value = update(
-                params, average, state, _inputs(batch), labels, jax.random.fold_in(key, number), new
+                params, average, state, _inputs(batch), labels, jax.random.fold_in(key, number), new, rate
             )
             found.append(float(value))
         logs = predict_logs(network, average, [s.features for s in split.validation], standard)
@@ -246,6 +264,45 @@ def _train_one(
         if since >= options.patience or time.process_time() > until:
             break
     return jax.device_get(best), curve
+
+
+def _rate(progress: float) -> float:
+    """A share of the learning rate: up for a twentieth of the training, then down along a cosine."""
+    return progress / WARM if progress < WARM else 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))) + 1e-3
+
+
+@functools.lru_cache(maxsize=4)
+def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any]:
+    """The optimizer and a compiled step of training, for all members and the control."""
+    import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0, weight_decay=weight_decay))
+
+    def mean(logs: Any, y: Any, weight: Any) -> Any:
+        return jnp.sum(optax.huber_loss(logs, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+    def loss(p: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any) -> Any:
+        kernels, steps = network.apply(p, *inputs, slots, True, rngs={"dropout": dropout})
+        return mean(kernels, *labels[:2]) + STEP_WEIGHT * mean(steps, *labels[2:])
+
+    @jax.jit
+    def update(
+        p: Any,
+        average: Any,
+        s: Any,
+        inputs: tuple[Any, ...],
+        labels: tuple[Any, ...],
+        dropout: Any,
+        new: Any,
+        rate: Any,
+    ) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, inputs, labels, dropout)
+        changes, s = optimizer.update(grads, s, p)
+        p = optax.apply_updates(p, jax.tree.map(lambda change: change * rate, changes))
+        average = optax.incremental_update(p, average, new)
+        return p, average, s, value
+
+    return optimizer, update
 
 
 @contextmanager
@@ -359,6 +416,7 @@ def predict(trained: Trained, features: Sequence[Features]) -> Times:
     """The members' geometric mean."""
     network = _network(trained.options, 0.0)
     standard = (trained.mean, trained.scale)
+    features = [recalled(trained.recall, each) for each in features]
     with _usual_promotion():
         found = [predict_logs(network, params, features, standard) for params in trained.members]
     kernels = tuple(np.exp(np.mean(each, axis=0)) for each in zip(*(k for k, _ in found), strict=True))

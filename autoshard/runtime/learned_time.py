@@ -39,7 +39,9 @@ def learned_time(planned: Planned, model: LearnedModel, name: str, cores: int | 
 
         def again(limit: int) -> tuple[Plan, object]:
             plan, graph = before(limit)
-            return learned_time(dataclasses.replace(planned, plan=plan, graph=graph, again=None), model, name).plan, graph
+            return learned_time(
+                dataclasses.replace(planned, plan=plan, graph=graph, again=None), model, name
+            ).plan, graph
 
         planned = dataclasses.replace(planned, again=again)
     plan = planned.plan

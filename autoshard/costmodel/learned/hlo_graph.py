@@ -10,6 +10,7 @@ Parameters, constants, tuples and bitcasts run nothing. Bodies of `while` count 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import gzip
 import math
@@ -84,6 +85,7 @@ class Instruction:
       operands: names.
       attributes: the text after the operands; a parameter's starts with its number.
       root: whether it is its computation's result.
+      region: operations that it applies to each element, such as a reduction's; of bf16 sums that is rounding as well.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     root: bool
+    region: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -196,12 +199,26 @@ def parse_module(text: str) -> Module:
         raise ArgumentError(
             explain("the text has no ENTRY computation", "an optimized HLO module", "pass compiled.as_text()")
         )
+    computations = {name: _with_regions(each, computations) for name, each in computations.items()}
     flat = _Flat(computations)
     parameters = sorted((i for i in computations[entry].values() if i.opcode == "parameter"), key=lambda i: i.position)
     flat.add(entry, 1.0, {k: frozenset((-1 - k,)) for k in range(len(parameters))})
     arguments = [i.shape for i in parameters]
     results = next((i.shapes for i in computations[entry].values() if i.root), ())
     return Module(tuple(flat.kernels), tuple(arguments), results)
+
+
+def _with_regions(computation: Computation, all_: Mapping[str, Computation]) -> dict[str, Instruction]:
+    """The same instructions, with what those that have a region apply to each element."""
+    made = dict(computation)
+    for name, instruction in computation.items():
+        if "to_apply=" not in instruction.attributes or instruction.opcode == "call":
+            continue
+        target = _TARGET.search(instruction.attributes)
+        if target is not None and target[1] in all_:
+            region = tuple(i.opcode for i in all_[target[1]].values() if i.opcode not in FREE)
+            made[name] = dataclasses.replace(instruction, region=region)
+    return made
 
 
 @functools.lru_cache(maxsize=4096)

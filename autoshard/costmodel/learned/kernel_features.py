@@ -94,22 +94,25 @@ REUSE = 3 + len(NEAR)
 PLAIN = 22
 WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + WALKS + REUSE + PLAIN
 REUSE_COLUMNS = (WIDTH - PLAIN - REUSE, WIDTH - PLAIN)
-_PRODUCT_AT = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS)
-_STRIDES_AT = _PRODUCT_AT + PRODUCT
-_WALKS_AT = _STRIDES_AT + STRIDES
-_PLAIN_AT = WIDTH - PLAIN
+# Where the figures stand in a row.
+PATTERNS_AT = len(OPCODES) + len(MAINS) + len(DTYPES)
+PRODUCT_AT = PATTERNS_AT + 3 * len(PATTERNS)
+STRIDES_AT = PRODUCT_AT + PRODUCT
+WALKS_AT = STRIDES_AT + STRIDES
+PLAIN_AT = WIDTH - PLAIN
 PLACES = {
-    **{_PLAIN_AT + k: 1.0 for k in (1, 2, 3, 4, 7, 9, 10, 11)},  # elements, bytes, operations, minor dimensions
-    **{_PRODUCT_AT + k: 1.0 for k in (0, 1, 2, 3)},  # sizes of a product
-    **{_PRODUCT_AT + k: 1.0 for k in (12, 13, 15, 16, 18)},  # window, channels, strides and dilations of a convolution
-    **{_STRIDES_AT + k: 1.0 for k in (0, 1)},
-    **{_WALKS_AT + k: 0.5 for k in (0, 3, 5)},  # logarithms of strides
-    **{_PLAIN_AT - 1 - k: 0.7 for k in range(len(NEAR))},  # parts of the bytes that are near
+    **{PLAIN_AT + k: 1.0 for k in (1, 2, 3, 4, 7, 9, 10, 11)},  # elements, bytes, operations, minor dimensions
+    **{PRODUCT_AT + k: 1.0 for k in (0, 1, 2, 3)},  # sizes of a product
+    **{PRODUCT_AT + k: 1.0 for k in (12, 13, 15, 16, 18)},  # window, channels, strides and dilations of a convolution
+    **{STRIDES_AT + k: 1.0 for k in (0, 1)},
+    **{WALKS_AT + k: 0.5 for k in (0, 3, 5)},  # logarithms of strides
+    **{WALKS_AT + k: 1.0 for k in (12, 13, 15, 16)},  # of walks over caches
+    **{PLAIN_AT - 1 - k: 0.7 for k in range(len(NEAR))},  # parts of the bytes that are near
 }
 PLACE_COLUMNS, PLACE_SCALES = tuple(PLACES), tuple(PLACES.values())
 """Columns that say how far apart kernels with the same operations are, and what they count."""
 
-LAYOUT = f"kernels-4:{WIDTH}"
+LAYOUT = f"kernels-6:{WIDTH}"
 """Names what the columns mean; a stored model says which it was trained on."""
 
 
@@ -208,6 +211,8 @@ class _Tally:
             case _:
                 pass
         self.counts[_NUMBER.get(opcode, _NUMBER["other"])] += max(elements, 1.0)
+        for applied in instruction.region:
+            self.counts[_NUMBER.get(applied, _NUMBER["other"])] += elements
         if opcode in SLOW:
             self.slow += elements
         elif opcode not in ("broadcast", "iota"):

@@ -6,8 +6,8 @@
     time     = sum over kernels of time_k  x  exp(s),   s = linear in log sum, log of their number, classes' parts of it
 
 What a whole step costs beyond its kernels (buffers, the profiler's own cost in the kernels' labels) is s, a small
-number. A kernel's time is corrected by a factor, and factors are bounded, so that a program much longer than any seen is still
-the sum of its kernels. Attention (Velickovic et al., 2018; DisCo, Yi et al., 2022, section 4): the weight of a
+number. A kernel's time is corrected by a factor, and factors are bounded, so that a program much longer than any seen
+is still the sum of its kernels. Attention (Velickovic et al., 2018; DisCo, Yi et al., 2022, section 4): the weight of a
 neighbour is a softmax, over the edges that end in a node, of a score of both ends and of the bytes between them.
 """
 

@@ -1,4 +1,4 @@
-"""What measured kernels like this one took, against their base time: a memory the network starts from.
+"""What measured kernels like this one took, against the law's time (`law.py`): a memory the network starts from.
 
 Kernels are alike in three ways, each closer than the one before: the class they are called after, the operations in
 them, the same body with other sizes. Among alike kernels the near ones count most (Nadaraya, 1964; Watson, 1964), and
@@ -6,7 +6,7 @@ each way leans on the one before where it knows little:
 
     m_l  =  ( sum_i w_i y_i + LEAN m_(l-1) )  /  ( sum_i w_i + LEAN ),     w_i = weight_i exp( -|x - x_i|^2 / 2 h_l^2 )
 
-y is log( measured / base ), x logarithms of sizes, bytes and strides. Programs of a kernel's own structure are left out
+y is log( measured / law ), x logarithms of sizes, bytes and strides. Programs of a kernel's own structure are left out
 while the network trains, so that it learns how far the memory of other programs can be trusted.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from autoshard.costmodel.learned.hlo_graph import FREE, Instruction, Kernel
 from autoshard.costmodel.learned.kernel_features import MAINS, PLACE_COLUMNS, PLACE_SCALES
+from autoshard.costmodel.learned.law import Law
 
 Array = np.ndarray
 
@@ -46,9 +47,10 @@ def kernel_keys(kernel: Kernel) -> tuple[int, int, int]:
     known = {i.name: n for n, i in enumerate(kernel.body.values())}
     body = "\n".join(_line(i, known) for i in kernel.body.values())
     ynn = "ynn" in kernel.instruction.attributes
+    ways = [_way(i) for i in inner if i.opcode in ("reduce", "reduce-window", "dot")]
     return (
         _number(f"{main} {dtype}"),
-        _number(f"{main} {dtype} {ynn} {operations} {[_way(i) for i in inner if i.opcode in ('reduce', 'dot')]}"),
+        _number(f"{main} {dtype} {ynn} {operations} {ways}"),
         _number(f"{ynn} {body}"),
     )
 
@@ -62,8 +64,10 @@ def _line(instruction: Instruction, known: Mapping[str, int]) -> str:
 def _way(instruction: Instruction) -> str:
     """Which dimensions it works along."""
     shape = instruction.shape
-    found = [f"{key}{instruction.numbers(key)}" for key in ("dimensions", "lhs_contracting_dims", "rhs_contracting_dims")]
-    return f"{found} {shape.order}"
+    found = [
+        f"{key}{instruction.numbers(key)}" for key in ("dimensions", "lhs_contracting_dims", "rhs_contracting_dims")
+    ]
+    return f"{found} {shape.order} {instruction.region}"
 
 
 def _number(text: str) -> int:
@@ -81,6 +85,7 @@ class Recall:
     """Measured kernels.
 
     Attributes:
+      law: of their base times.
       keys: [n, 3].
       x: places, [n, d].
       y: logarithms of measured over base time, [n].
@@ -88,6 +93,7 @@ class Recall:
       owner: numbers of the programs' structures, [n].
     """
 
+    law: Law
     keys: Array
     x: Array
     y: Array
@@ -152,9 +158,10 @@ def owner_number(structure: str) -> int:
 
 
 def make_recall(
+    law: Law,
     parts: Sequence[tuple[Array, Array, Array, Array, str]],
 ) -> Recall:
-    """Of measured programs: figures [K, n], keys [K, 3], factors' logarithms [K] (nan: none), weights [K], structure."""
+    """Of measured programs: figures [K, n], keys [K, 3], logarithms of factors [K] (nan: none), weights, structure."""
     keys, x, y, weight, owner = ([] for _ in range(5))
     for nodes, each, logs, weights, structure in parts:
         known = np.isfinite(logs) & (weights > 0)
@@ -164,4 +171,4 @@ def make_recall(
         weight.append(weights[known])
         owner.append(np.full(int(known.sum()), owner_number(structure), np.int64))
     joined = [np.concatenate(each) for each in (keys, x, y, weight, owner)]
-    return Recall(*joined)
+    return Recall(law, *joined)

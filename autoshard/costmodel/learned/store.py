@@ -20,6 +20,7 @@ from autoshard.costmodel.learned.evaluate import Kind, Score, wins
 from autoshard.costmodel.learned.features import compile_text, hlo_features
 from autoshard.costmodel.learned.hlo_graph import parse_module
 from autoshard.costmodel.learned.kernel_features import LAYOUT
+from autoshard.costmodel.learned.law import Law
 from autoshard.costmodel.learned.recall import Recall
 from autoshard.costmodel.learned.train import LearnOptions, Split, Trained, digest, predict
 from autoshard.errors import ArgumentError, explain
@@ -151,6 +152,7 @@ def save_model(folder: Path, trained: Trained, record: Mapping[str, Any]) -> Non
     members = {str(i): member for i, member in enumerate(trained.members)}
     kept = trained.recall
     recall = {"keys": kept.keys, "x": kept.x, "y": kept.y, "weight": kept.weight, "owner": kept.owner}
+    recall |= {"rates": kept.law.rates, "own": kept.law.own}
     tree = {"members": members, "recall": recall, "mean": trained.mean, "scale": trained.scale}
     write = cast(Any, serialization.msgpack_serialize)  # pyright: ignore[reportUnknownMemberType]
     (folder / WEIGHTS).write_bytes(write(tree))
@@ -177,7 +179,8 @@ def load_model(folder: Path) -> LearnedModel:
     try:
         tree = cast(Any, serialization.msgpack_restore(weights))
         members = tuple(tree["members"][str(i)] for i in range(len(tree["members"])))
-        recall = Recall(**tree["recall"])
+        kept = dict(tree["recall"])
+        recall = Recall(Law(kept.pop("rates"), kept.pop("own")), **kept)
         mean, scale = tree["mean"], tree["scale"]
         options = LearnOptions(**record["options"])
     except (ValueError, KeyError, TypeError) as error:

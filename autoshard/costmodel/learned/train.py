@@ -22,6 +22,7 @@ from typing import Any, final
 import numpy as np
 
 from autoshard.costmodel.learned.features import Batch, Features, make_batch, pack
+from autoshard.costmodel.learned.law import Law, fit_law
 from autoshard.costmodel.learned.recall import Recall, make_recall, owner_number
 from autoshard.costmodel.learned.untyped import jax, jnp
 from autoshard.errors import ArgumentError, explain
@@ -128,7 +129,7 @@ class Trained:
 
     Attributes:
       members: parameters of each network.
-      recall: the training programs' kernels.
+      recall: the training programs' kernels, and the law of their times.
       mean, scale: the figures' standardization.
       options: as trained.
       losses: (epoch, training loss, validation loss), members one after the other.
@@ -202,20 +203,34 @@ def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trai
 
 
 def remember(samples: Sequence[Sample]) -> Recall:
-    """What the kernels of some programs took."""
+    """What the kernels of some programs took: the law of their times, and how each differs from it."""
+    nodes, runs, weight = (
+        np.concatenate(each)
+        for each in zip(*((s.features.nodes, s.kernel_s / s.features.runs, s.weight) for s in samples), strict=True)
+    )
+    known = weight > 0
+    law = fit_law(nodes[known], runs[known], weight[known])
     parts: list[tuple[Array, Array, Array, Array, str]] = []
     for s in samples:
-        weight = s.weight
-        logs = np.log(np.where(weight > 0, s.kernel_s, np.nan) / s.features.base_s)
-        parts.append((s.features.nodes, s.features.keys, logs, weight, s.structure))
-    return make_recall(parts)
+        w = s.weight
+        logs = np.log(np.where(w > 0, s.kernel_s, np.nan) / law_s(law, s.features))
+        parts.append((s.features.nodes, s.features.keys, logs, w, s.structure))
+    return make_recall(law, parts)
+
+
+def law_s(law: Law, features: Features) -> Array:
+    """Seconds of all runs of each kernel by the law; loops, branches and the call keep their base times: [K]."""
+    named = np.array([bool(name) for name in features.names])
+    return np.where(named, law.times_s(features.nodes) * features.runs, features.base_s)
 
 
 def recalled(recall: Recall, features: Features, owner: int = -1) -> Features:
     """Features with what is remembered of their kernels in the figures and in the base times."""
     logs, columns = recall.look_up(features.nodes, features.keys, owner)
-    base_s = (features.base_s * np.exp(logs)).astype(np.float32)
-    return dataclasses.replace(features, nodes=np.concatenate((features.nodes, columns), axis=1), base_s=base_s)
+    law = law_s(recall.law, features)
+    base_s = (law * np.exp(logs)).astype(np.float32)
+    lawful = np.log(law / features.base_s).astype(np.float32)[:, None]
+    return dataclasses.replace(features, nodes=np.concatenate((features.nodes, columns, lawful), axis=1), base_s=base_s)
 
 
 def _with_recall(recall: Recall, sample: Sample, owner: int) -> Sample:

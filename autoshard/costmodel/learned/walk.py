@@ -17,11 +17,19 @@ from autoshard.costmodel.learned.hlo_graph import ITEM_BYTES, Instruction, Kerne
 Array = np.ndarray
 
 SAMPLES = 7
-WALKS = 11
+WALKS = 17
+
+LINE = 64
+CACHES = ((64, 8), (1024, 16))
+"""Sets and ways of the first two caches, of lines of `LINE` bytes: 32 KiB and 1 MiB, as AMD's Zen 4 has them."""
 
 
 def walk_features(kernel: Kernel) -> tuple[float, ...]:
-    """Strides of the operand with the most bytes, and parts of the bytes by stride: [WALKS]."""
+    """Strides of the operand with the most bytes, parts of the bytes by stride, what caches hold of a walk: [WALKS].
+
+    Neighbouring results lie in the same lines of a strided operand, so that what was read for one row of results (or
+    one sum) serves the next, if it is still there.
+    """
     trace = _Trace(kernel)
     root = kernel.instruction
     if root.opcode == "fusion":
@@ -47,6 +55,20 @@ def walk_features(kernel: Kernel) -> tuple[float, ...]:
         sum(n for n, s, _, _ in found if s >= 64) / total,
         math.log1p(nbytes),
         math.log1p(sum(n for n, s, _, _ in found if s >= 64)),
+        float(step > item),
+        *(_overfull(step, root.shape.dims[root.shape.packed[0]] if root.shape.packed else 1)),
+        float(most_inner > item),
+        *(_overfull(most_inner, trace.length)),
+    )
+
+
+def _overfull(stride: float, steps: int) -> tuple[float, ...]:
+    """For each cache: log of lines that a walk touches over lines that its sets hold, plus one."""
+    lines = steps * min(stride, LINE) / LINE
+    whole = stride >= LINE and stride % LINE == 0
+    return tuple(
+        math.log1p(lines / (ways * sets / (math.gcd(int(stride) // LINE, sets) if whole else 1)))
+        for sets, ways in CACHES
     )
 
 
@@ -83,11 +105,13 @@ class _Trace:
         self.kernel = kernel
         self.found: list[tuple[float, float, float, float]] = []
         self.seen: set[str] = set()
+        self.length = 1
 
     def follow(self, instruction: Instruction, index: Array) -> None:
         if instruction.name in self.seen or index.shape[-1] != len(instruction.shape.dims):
             return
         self.seen.add(instruction.name)
+        self.length = max(self.length, self._summed(instruction))
         if instruction.opcode == "parameter":
             self._leaf(instruction.shape, index)
             return
@@ -102,6 +126,16 @@ class _Trace:
                 self.follow(operand, there)
             else:
                 self._leaf(operand.shape, there)
+
+    def _summed(self, instruction: Instruction) -> int:
+        """Elements of a sum."""
+        source = self.kernel.body.get(instruction.operands[0]) if instruction.operands else None
+        if source is None or instruction.opcode not in ("reduce", "reduce-window"):
+            return 1
+        rank = len(source.shape.dims)
+        if instruction.opcode == "reduce-window":
+            return math.prod(_window(instruction, "size", rank))
+        return math.prod(source.shape.dims[d] for d in instruction.numbers("dimensions") if d < rank)
 
     def _leaf(self, shape: Shape, index: Array) -> None:
         item = ITEM_BYTES.get(shape.dtype, 4)

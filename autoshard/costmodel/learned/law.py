@@ -42,6 +42,9 @@ TILE_ROWS, TILE_COLUMNS = 8, 16
 
 LEAST_S = 1e-7
 
+FOOTPRINTS = (1 << 20, 1 << 23, 1 << 25)
+"""Bytes that a program touches, above which what it writes was in no near cache: the second, half and all of the last."""
+
 
 def law_columns(nodes: Array) -> Array:
     """The work of kernels, one run of each: [K, n], from their figures [K, WIDTH]."""
@@ -59,6 +62,8 @@ def law_columns(nodes: Array) -> Array:
     walks = rows[:, WALKS_AT:]
     full = np.log1p(1.0)
     results, summed = np.expm1(plain[:, 2]) * walks[:, 11], (walked[:, 1] + walked[:, 2] + walked[:, 8]) * walks[:, 14]
+    footprint = rows[:, PLAIN_AT - len(NEAR) - 3]
+    outputs = np.expm1(plain[:, 2])
     fused, library = plain[:, 19], plain[:, 20]
     return np.column_stack(
         (
@@ -88,6 +93,8 @@ def law_columns(nodes: Array) -> Array:
             summed,
             summed * (walks[:, 15] > full),
             summed * (walks[:, 16] > full),
+            *(written * (footprint > np.log(limit)) for limit in FOOTPRINTS),
+            *(outputs * (plain[:, at] > 0) for at in (12, 13, 14)),  # minor dimensions that fill no vectors
         )
     )
 

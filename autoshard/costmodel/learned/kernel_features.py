@@ -91,7 +91,7 @@ SETS = 4096
 PRODUCT = 26
 STRIDES = 8
 REUSE = 3 + len(NEAR)
-PLAIN = 22
+PLAIN = 24
 WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + WALKS + REUSE + PLAIN
 REUSE_COLUMNS = (WIDTH - PLAIN - REUSE, WIDTH - PLAIN)
 # Where the figures stand in a row.
@@ -112,7 +112,7 @@ PLACES = {
 PLACE_COLUMNS, PLACE_SCALES = tuple(PLACES), tuple(PLACES.values())
 """Columns that say how far apart kernels with the same operations are, and what they count."""
 
-LAYOUT = f"kernels-6:{WIDTH}"
+LAYOUT = f"kernels-7:{WIDTH}"
 """Names what the columns mean; a stored model says which it was trained on."""
 
 
@@ -339,6 +339,7 @@ def kernel_features(kernel: Kernel, access: Access, footprint: float) -> Figures
         float(kernel.instruction.opcode == "fusion"),
         float("ynn" in attributes),
         log1(kernel.trips),
+        *(log1(extra / size) for extra in _evaluated_again(inner)),
     )
     nbytes = [sum(s.nbytes for s in (*kernel.inputs, root) if s.dtype == d) / max(moved, 1.0) for d in DTYPES]
     row = np.concatenate(
@@ -355,6 +356,40 @@ def kernel_features(kernel: Kernel, access: Access, footprint: float) -> Figures
         )
     )
     return Figures(row.astype(np.float32), base, tally.flops + tally.operations, tally.slow, moved)
+
+
+def _evaluated_again(body: Sequence[Instruction]) -> tuple[float, float]:
+    """Operations and functions that a fusion evaluates more often than their values have elements.
+
+    A fusion evaluates what stands before a broadcast for each of its results; where that does not depend on the minor
+    dimension LLVM moves it out of the innermost loop.
+    """
+    shapes = {i.name: i.shape for i in body}
+    times: dict[str, float] = {}
+    operations = functions = 0.0
+    for instruction in reversed(body):
+        shape, opcode = instruction.shape, instruction.opcode
+        count = times.get(instruction.name, float(shape.size))
+        again = max(count - shape.size, 0.0)
+        if opcode in SLOW:
+            functions += again
+        elif opcode not in FREE and opcode not in ("broadcast", "iota", "reshape", "transpose", "copy"):
+            operations += again
+        for place, name in enumerate(instruction.operands):
+            source = shapes.get(name)
+            if source is None or source.size <= 1:
+                continue
+            each = count
+            if opcode == "broadcast" and shape.packed and shape.packed[0] not in instruction.numbers("dimensions"):
+                each = count / shape.dims[shape.packed[0]]
+            elif opcode == "reduce" and place == 0:
+                each = count * source.size / max(shape.size, 1)
+            elif opcode == "reduce-window" and place == 0:
+                each = count * math.prod(_window(instruction))
+            elif opcode in ("dot", "convolution", "sort", "scatter", "dynamic-update-slice", "concatenate"):
+                each = float(source.size)
+            times[name] = max(times.get(name, 0.0), each)
+    return operations, functions
 
 
 def _reuse(access: Access, footprint: float) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from autoshard.costmodel.learned.kernel_features import (
+    DTYPES,
     MAINS,
     NEAR,
     OPCODES,
@@ -30,7 +31,9 @@ from autoshard.costmodel.learned.kernel_features import (
 
 Array = np.ndarray
 
-LEAST_KERNELS = 150
+CLASSES = 2 * len(MAINS)
+
+LEAST_KERNELS = 100
 """Kernels of a class that give it rates of its own."""
 
 ROUNDS = 4
@@ -43,7 +46,7 @@ TILE_ROWS, TILE_COLUMNS = 8, 16
 LEAST_S = 1e-7
 
 FOOTPRINTS = (1 << 20, 1 << 23, 1 << 25)
-"""Bytes that a program touches, above which what it writes was in no near cache: the second, half and all of the last."""
+"""Bytes a program touches above which what it writes was in no near cache: the second, a part and all of the last."""
 
 
 def law_columns(nodes: Array) -> Array:
@@ -94,6 +97,9 @@ def law_columns(nodes: Array) -> Array:
             summed * (walks[:, 15] > full),
             summed * (walks[:, 16] > full),
             *(written * (footprint > np.log(limit)) for limit in FOOTPRINTS),
+            size * np.expm1(plain[:, 22]),
+            size * np.expm1(plain[:, 23]),
+            outputs * (rows[:, len(OPCODES) + len(MAINS) + DTYPES.index("bf16")] > 0),
             *(outputs * (plain[:, at] > 0) for at in (12, 13, 14)),  # minor dimensions that fill no vectors
         )
     )
@@ -105,8 +111,8 @@ class Law:
     """Rates of a machine.
 
     Attributes:
-      rates: seconds a unit of work, one row a class and one for classes without their own: [len(MAINS) + 1, n].
-      own: whether a class has its own, [len(MAINS)].
+      rates: seconds a unit of work, one row a class and one for classes without their own: [CLASSES + 1, n].
+      own: whether a class has its own, [CLASSES].
     """
 
     rates: Array
@@ -115,13 +121,14 @@ class Law:
     def times_s(self, nodes: Array) -> Array:
         """Seconds of one run of each kernel: [K]."""
         classes = kernel_classes(nodes)
-        row = np.where(self.own[classes] > 0, classes, len(MAINS))
+        row = np.where(self.own[classes] > 0, classes, CLASSES)
         return np.maximum((law_columns(nodes) * self.rates[row]).sum(1), LEAST_S)
 
 
 def kernel_classes(nodes: Array) -> Array:
-    """What each kernel is called after, as a number: [K]."""
-    return nodes[:, len(OPCODES) : len(OPCODES) + len(MAINS)].argmax(1)
+    """What each kernel is called after, and whether a library runs it, as a number: [K]."""
+    mains = nodes[:, len(OPCODES) : len(OPCODES) + len(MAINS)].argmax(1)
+    return mains + len(MAINS) * (nodes[:, PLAIN_AT + 20] > 0)
 
 
 def fit_law(nodes: Array, run_s: Array, weight: Array) -> Law:
@@ -133,11 +140,11 @@ def fit_law(nodes: Array, run_s: Array, weight: Array) -> Law:
       weight: [K].
     """
     columns, classes = law_columns(nodes), kernel_classes(nodes)
-    rates = np.zeros((len(MAINS) + 1, columns.shape[1]))
-    own = np.zeros(len(MAINS))
+    rates = np.zeros((CLASSES + 1, columns.shape[1]))
+    own = np.zeros(CLASSES)
     if len(run_s):
         rates[-1] = _fit(columns, run_s, weight)
-    for c in range(len(MAINS)):
+    for c in range(CLASSES):
         mine = classes == c
         if mine.sum() >= LEAST_KERNELS:
             own[c] = 1.0

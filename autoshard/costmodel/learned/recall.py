@@ -28,10 +28,10 @@ Array = np.ndarray
 LEVELS = (0, 1, 2, 2)
 """Which key each way looks up: class, operations, body, body."""
 
-REACH = (1.5, 0.8, 0.8, 0.3)
+REACH = (1.5, 0.8, 0.5, 0.2)
 """The widths h_l, of x in natural logarithms. Ours, by the validation programs."""
 
-LEAN = 0.5
+LEAN = 0.3
 COLUMNS = 2 * len(LEVELS) + 1
 MOST = 3000
 """Kernels of one key that are kept, evenly spread over those measured."""

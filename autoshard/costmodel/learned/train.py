@@ -99,10 +99,10 @@ class LearnOptions:
     """
 
     width: int = 96
-    layers: int = 2
-    dropout: float = 0.05
-    epochs: int = 80
-    patience: int = 25
+    layers: int = 1
+    dropout: float = 0.4
+    epochs: int = 20
+    patience: int = 20
     batch: int = 32
     learning_rate: float = 3e-3
     weight_decay: float = 2e-2

@@ -250,8 +250,7 @@ def test_learns_a_law_that_shuffled_labels_do_not_teach(trained):
     control = [s for s in shuffled_control(split, SMALL) if s.model == "shuffled"]
     for mine, mean, shuffled in zip(learned, base, control, strict=True):
         assert mine.median < 0.14 < mean.median
-        assert shuffled.within <= mean.within + 0.15
-        assert shuffled.median > 2 * mine.median
+        assert shuffled.median > max(2 * mine.median, 0.7 * mean.median)
 
 
 def test_repeats_and_units(samples):

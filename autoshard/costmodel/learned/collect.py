@@ -2,7 +2,7 @@
 
 Workers (`worker.py`) measure, one on each core asked for. A program's time is the process's CPU time, so that other
 processes on a shared machine cost little of it; its kernels' times are the profiler's. Each is the lowest quartile of a
-visit, and the fastest of three visits. Where the two fastest visits differ by more than 10 %, the program's time is
+visit, and the fastest of five visits. Where the two fastest visits differ by more than 10 %, the program's time is
 noisy and left out; its kernels have spreads of their own.
 """
 

@@ -14,6 +14,7 @@ import os
 import jax
 
 from autoshard.costmodel import LearnedModel
+from autoshard.ir import Graph
 from autoshard.plan import Plan
 from autoshard.runtime.compiled import Planned, build, structs_of
 from autoshard.runtime.pjit import emit
@@ -75,7 +76,7 @@ def refusal(target: Target, model: LearnedModel, usable: float) -> str:
     kinds = {node.device.kind for node in target.cluster.nodes}
     if kinds != {"cpu"}:
         return f"it knows one CPU core, the plan is for {', '.join(sorted(kinds))} devices"
-    if not target.real or len(target.cluster.nodes) > 1 or jax.process_count() > 1:
+    if not target.real or len(target.cluster.nodes) > 1 or jax.process_count() > 1:  # pyright: ignore[reportUnknownMemberType]
         return f"it knows this process's CPU devices (devices='auto'), the plan is for {target.cluster.name!r}"
     if differs := model.differs():
         return differs

@@ -162,13 +162,9 @@ def make_recall(
     parts: Sequence[tuple[Array, Array, Array, Array, str]],
 ) -> Recall:
     """Of measured programs: figures [K, n], keys [K, 3], logarithms of factors [K] (nan: none), weights, structure."""
-    keys, x, y, weight, owner = ([] for _ in range(5))
+    rows: list[tuple[Array, ...]] = []
     for nodes, each, logs, weights, structure in parts:
         known = np.isfinite(logs) & (weights > 0)
-        keys.append(each[known])
-        x.append(places(nodes[known]))
-        y.append(logs[known])
-        weight.append(weights[known])
-        owner.append(np.full(int(known.sum()), owner_number(structure), np.int64))
-    joined = [np.concatenate(each) for each in (keys, x, y, weight, owner)]
-    return Recall(law, *joined)
+        owner = np.full(int(known.sum()), owner_number(structure), np.int64)
+        rows.append((each[known], places(nodes[known]), logs[known], weights[known], owner))
+    return Recall(law, *(np.concatenate([row[k] for row in rows]) for k in range(5)))

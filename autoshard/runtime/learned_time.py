@@ -38,11 +38,10 @@ def learned_time(planned: Planned, model: LearnedModel, name: str, cores: int | 
     before = planned.again
     if before is not None:
 
-        def again(limit: int) -> tuple[Plan, object]:
+        def again(limit: int) -> tuple[Plan, Graph]:
             plan, graph = before(limit)
-            return learned_time(
-                dataclasses.replace(planned, plan=plan, graph=graph, again=None), model, name
-            ).plan, graph
+            other = dataclasses.replace(planned, plan=plan, graph=graph, again=None)
+            return learned_time(other, model, name, cores).plan, graph
 
         planned = dataclasses.replace(planned, again=again)
     plan = planned.plan

@@ -11,7 +11,7 @@ least-squares problem (Lawson and Hanson, "Solving Least Squares Problems", 1974
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
@@ -158,10 +158,11 @@ def _fit(columns: Array, run_s: Array, weight: Array) -> Array:
     used = scale > 0
     relative, scale = relative[:, used] / scale[used], scale[used]
     each = weight.copy()
-    found = np.zeros(int(used.sum()))
+    solve: Any = nnls
+    found: Array = np.zeros(int(used.sum()))
     for _ in range(ROUNDS):
         root = np.sqrt(each)
-        found = np.asarray(nnls(relative * root[:, None], root, maxiter=50 * len(found))[0])
+        found = solve(relative * root[:, None], root, maxiter=50 * int(used.sum()))[0]
         each = weight / (1 + ((relative @ found - 1) / SOFT) ** 2)
     rates = np.zeros(len(used))
     rates[used] = found / scale

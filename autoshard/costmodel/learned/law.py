@@ -11,7 +11,7 @@ least-squares problem (Lawson and Hanson, "Solving Least Squares Problems", 1974
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
@@ -158,7 +158,7 @@ def _fit(columns: Array, run_s: Array, weight: Array) -> Array:
     used = scale > 0
     relative, scale = relative[:, used] / scale[used], scale[used]
     each = weight.copy()
-    solve: Any = nnls
+    solve = cast(Any, nnls)
     found: Array = np.zeros(int(used.sum()))
     for _ in range(ROUNDS):
         root = np.sqrt(each)

@@ -313,7 +313,11 @@ def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any]:
     ) -> Any:
         value, grads = jax.value_and_grad(loss)(p, inputs, labels, dropout)
         changes, s = optimizer.update(grads, s, p)
-        p = optax.apply_updates(p, optax.tree_utils.tree_scalar_mul(rate, changes))
+
+        def at_rate(change: Any) -> Any:
+            return change * rate
+
+        p = optax.apply_updates(p, jax.tree.map(at_rate, changes))
         average = optax.incremental_update(p, average, new)
         return p, average, s, value
 

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from autoshard.cli import app
 from autoshard.costmodel import graph_time_s
+from autoshard.costmodel.learned import learn
 from autoshard.costmodel.learned.access import accesses
-from autoshard.costmodel.learned.collect import collect_samples, good_samples, read_samples, wanted_programs
+from autoshard.costmodel.learned.collect import SAMPLES, collect_samples, good_samples, read_samples, wanted_programs
 from autoshard.costmodel.learned.evaluate import (
     KINDS,
     Score,
@@ -33,7 +34,7 @@ from autoshard.costmodel.learned.hlo_graph import pack_text, parse_module, unpac
 from autoshard.costmodel.learned.kernel_features import WIDTH
 from autoshard.costmodel.learned.learn import kernel_roofline_s, learn_model, one_core
 from autoshard.costmodel.learned.program_steps import make_step
-from autoshard.costmodel.learned.programs import structure
+from autoshard.costmodel.learned.programs import Program, structure
 from autoshard.costmodel.learned.store import RECORD, load_model
 from autoshard.costmodel.learned.train import (
     LearnOptions,
@@ -58,7 +59,10 @@ def _softmax(x):
     return (jax.nn.softmax(h, axis=-1), h.sum(axis=0))
 
 
-SOFTMAX = trace(_softmax, [jax.ShapeDtypeStruct((64, 96), jnp.float32)])
+SOFTMAX_AVALS = (jax.ShapeDtypeStruct((64, 96), jnp.float32),)
+SOFTMAX = trace(_softmax, SOFTMAX_AVALS)
+SMALL_STEP = 3
+"""A seed whose step compiles and runs fast."""
 
 
 @pytest.fixture(scope="module")
@@ -309,17 +313,26 @@ def test_store_round_trip(tmp_path: Path, samples, softmax_text):
         load_model(tmp_path / "nothing")
 
 
-def test_collection_resumes_and_keeps_the_fastest(tmp_path: Path):
-    file = tmp_path / "samples.jsonl"
-    names = wanted_programs(2, 0)
-    assert names == wanted_programs(9, 0)[:2]
-    first = collect_samples(file, names[:1], dict(os.environ))
-    assert first.measured + first.noisy == 1
+@pytest.fixture(scope="module")
+def too_few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """What the command line says after measuring one program, and its folder."""
+    folder = tmp_path_factory.mktemp("too_few")
+    return CliRunner().invoke(app, ["learn", "--programs", "1", "-o", str(folder)]), folder
+
+
+def test_collection_resumes_and_keeps_the_fastest(tmp_path: Path, too_few: tuple[Result, Path]):
+    assert wanted_programs(2, 0) == wanted_programs(9, 0)[:2]
+    names = [*wanted_programs(1, 0), SMALL_STEP]
+    file = tmp_path / SAMPLES
+    file.write_text((too_few[1] / SAMPLES).read_text())
+    (first,) = read_samples(file)
+    assert "error" not in first
     with file.open("a") as out:
-        out.write('{"seed": 1')  # cut short by an interrupt
+        out.write(f'{{"seed": {SMALL_STEP}')  # cut short by an interrupt
     second = collect_samples(file, names, dict(os.environ))
     assert (second.there, second.measured + second.noisy) == (1, 1)
     records = read_samples(file)
+    assert records[0] == first
     assert [r["seed"] for r in records] == names
     modules = [parse_module(unpack_text(r["hlo"])) for r in records]
     for record, module in zip(records, modules, strict=True):
@@ -333,15 +346,17 @@ def test_collection_resumes_and_keeps_the_fastest(tmp_path: Path):
     assert np.isnan(noisy["time_s"])
 
 
-def test_cli_says_what_is_missing(tmp_path: Path):
-    result = CliRunner().invoke(app, ["learn", "--programs", "1", "-o", str(tmp_path / "m")])
+def test_cli_says_what_is_missing(tmp_path: Path, too_few: tuple[Result, Path]):
+    result, _ = too_few
     assert isinstance(result.exception, ArgumentError)
     assert "collect more" in str(result.exception)
     bad = CliRunner().invoke(app, ["learn", "--programs", "0", "-o", str(tmp_path / "m")])
     assert isinstance(bad.exception, ArgumentError)
 
 
-def test_cli_learns_from_what_is_there(tmp_path: Path, softmax_text):
+def test_cli_learns_from_what_is_there(tmp_path: Path, softmax_text, monkeypatch: pytest.MonkeyPatch):
+    one = Program(0, "x", _softmax, SOFTMAX_AVALS, (0,))
+    monkeypatch.setattr(learn, "make_step", lambda seed: one)  # the program of all rows
     rows = [
         {
             "seed": s,
@@ -351,12 +366,12 @@ def test_cli_learns_from_what_is_there(tmp_path: Path, softmax_text):
             "time_s": 1e-4 + s * 1e-6,
             "kernels": {k.name: [1.0, 1e-5, 1e-5] for k in parse_module(softmax_text).kernels},
         }
-        for s in wanted_programs(30, 0)
+        for s in wanted_programs(25, 0)
     ]
     file = tmp_path / "samples.jsonl"
     file.write_text("".join(json.dumps(r | {"noisy": False, "session": 0}) + "\n" for r in rows))
-    command = ["learn", "--programs", "30", "--train-minutes", "0.02", "--members", "1", "-o", str(tmp_path)]
+    command = ["learn", "--programs", "25", "--train-minutes", "0.02", "--members", "1", "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "programs never seen" in result.output
-    assert "there before 30" in result.output
-    assert load_model(tmp_path).record["counts"]["good"] == 30
+    assert "there before 25" in result.output
+    assert load_model(tmp_path).record["counts"]["good"] == 25

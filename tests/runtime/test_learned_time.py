@@ -17,6 +17,7 @@ from autoshard.costmodel.learned.learn import learn_model
 from autoshard.costmodel.learned.store import load_model
 from autoshard.costmodel.learned.train import Sample
 from autoshard.errors import ArgumentError
+from autoshard.runtime.compiled import Planned
 from autoshard.runtime.learned_time import REFUSED, USED, learned_time
 from tests.api_problems import counted
 from tests.helpers import eager_cluster
@@ -70,18 +71,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    """A plan that no model has timed."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        step = autoshard(train_step, mesh=(8,))
+        step.plan(*ARGUMENTS)
+    (found,) = step._planned.values()
+    return found
+
+
 def changed(folder: Path, wins: bool = True, **record: object) -> LearnedModel:
     model = load_model(folder)
     model.record = {**model.record, "wins": {"cluster": wins, "step": wins}, **record}
     return model
 
 
-def test_a_plan_says_that_it_was_timed_by_the_model(folder: Path):
-    plain = autoshard(train_step, mesh=(8,)).plan(*ARGUMENTS)
+def test_a_plan_says_that_it_was_timed_by_the_model(folder: Path, planned: Planned):
+    plain = planned.plan
     assert not any(line.startswith((USED, REFUSED)) for line in plain.why)
-    step = autoshard(train_step, mesh=(8,))
-    step.plan(*ARGUMENTS)
-    (planned,) = step._planned.values()
     timed = learned_time(planned, changed(folder), "train_step", cores=4)
     (line,) = (line for line in timed.plan.why if line.startswith(USED))
     assert "median error" in line
@@ -109,12 +117,11 @@ def test_a_plan_says_that_it_was_timed_by_the_model(folder: Path):
         ({}, 64, "a device has 8 cores"),
     ],
 )
-def test_a_plan_says_why_the_model_was_not_used(folder: Path, record: dict[str, object], cores: int, expected: str):
-    step = autoshard(train_step, mesh=(8,))
-    before = step.plan(*ARGUMENTS)
-    (planned,) = step._planned.values()
+def test_a_plan_says_why_the_model_was_not_used(
+    folder: Path, planned: Planned, record: dict[str, object], cores: int, expected: str
+):
     plan = learned_time(planned, changed(folder, **record), "train_step", cores).plan  # pyright: ignore[reportArgumentType]
-    assert plan.time_s == before.time_s
+    assert plan.time_s == planned.plan.time_s
     assert plan.why[-1].startswith(REFUSED)
     assert expected in plan.why[-1]
 

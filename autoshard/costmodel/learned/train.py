@@ -241,13 +241,13 @@ def _train_one(
     split: Split, options: LearnOptions, seed: int, standard: tuple[Array, Array], until: float, tell: Tell | None
 ) -> tuple[Any, list[tuple[int, float, float]]]:
     network = _network(options, options.dropout)
-    optimizer, update = _updater(network, options.batch + 1, options.weight_decay)
+    optimizer, init, update = _updater(network, options.batch + 1, options.weight_decay)
     rng = np.random.default_rng([seed, 3])
     steps = len(_batches(split.train, options.batch, np.random.default_rng(0)))
     total, begun = max(options.epochs * steps, 2), time.process_time()
     first = _standard(make_batch([s.features for s in split.train[:2]], options.batch + 1), standard)
     key = jax.random.key(seed)
-    params: Any = network.init(key, *_inputs(first), options.batch + 1)
+    params: Any = init(key, *_inputs(first))
     state: Any = optimizer.init(params)
 
     average = params
@@ -287,8 +287,8 @@ def _rate(progress: float) -> float:
 
 
 @functools.lru_cache(maxsize=4)
-def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any]:
-    """The optimizer and a compiled step of training, for all members and the control."""
+def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any, Any]:
+    """The optimizer, compiled first weights, a compiled step of training: for all members and the control."""
     import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0, weight_decay=weight_decay))
@@ -299,6 +299,10 @@ def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any]:
     def loss(p: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any) -> Any:
         kernels, steps = network.apply(p, *inputs, slots, True, rngs={"dropout": dropout})
         return mean(kernels, *labels[:2]) + STEP_WEIGHT * mean(steps, *labels[2:])
+
+    @jax.jit
+    def init(key: Any, *inputs: Any) -> Any:
+        return network.init(key, *inputs, slots)
 
     @jax.jit
     def update(
@@ -321,7 +325,7 @@ def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any]:
         average = optax.incremental_update(p, average, new)
         return p, average, s, value
 
-    return optimizer, update
+    return optimizer, init, update
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from autoshard.runtime import (
     fitting,
     has_tracer,
     initialise,
+    learned_time,
     lower_plain,
     place,
     plan_call,
@@ -194,6 +195,8 @@ class Step:
                     self._search,
                     self._dumper(key),
                 )
+                if self._options.learned_model is not None:
+                    found = learned_time(found, self._options.learned_model, self.__name__)
             self._planned[key] = found
         return found
 
@@ -416,6 +419,7 @@ def autoshard(
     budget: Any = None,
     seed: Any = 0,
     dump_dir: Any = None,
+    learned_model: Any = None,
     plan: Any = None,
     **later: Any,
 ) -> Step | Callable[[Callable[..., Any]], Step]:
@@ -447,6 +451,9 @@ def autoshard(
       budget: seconds for the search.
       seed: of the search.
       dump_dir: a folder for the IR after each pass; also the environment variable AUTOSHARD_DUMP_DIR.
+      learned_model: a folder that `autoshard learn` wrote on this machine. Plans for CPU devices are then compiled when
+        they are made, and their step time is the model's where its validation beats the analytic one; `plan.why` says
+        that it was used, or why not.
       plan: a plan made before, or its JSON file, used instead of a search.
       **later: sync, period, delay, merge, warmup_steps: not available yet, only
         None and the values of a step on one mesh are taken.
@@ -469,6 +476,7 @@ def autoshard(
         budget=budget,
         seed=seed,
         dump_dir=os.environ.get(DUMP_VARIABLE) if dump_dir is None else dump_dir,
+        learned_model=learned_model,
         later=later,
     )
 

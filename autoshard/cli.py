@@ -44,6 +44,7 @@ Devices = Annotated[str, typer.Option(help="preset such as h100x8, cluster file 
 MeshText = Annotated[str, typer.Option("--mesh", help="mesh sizes such as 2,4; chosen if left out")]
 Limit = Annotated[str, typer.Option(help="most memory a device may hold, such as 24GiB")]
 Budget = Annotated[float, typer.Option(help="seconds for the search")]
+LearnedFolder = Annotated[str, typer.Option(help="folder of `autoshard learn`, to time the plan by")]
 DumpDir = Annotated[str, typer.Option(help="folder for the program after every pass")]
 
 
@@ -65,9 +66,11 @@ def plan(
     budget: Budget = 0.0,
     output: Annotated[str, typer.Option("--output", "-o", help="write the plan as JSON here")] = "",
     dump_dir: DumpDir = "",
+    learned_model: LearnedFolder = "",
 ) -> None:
     """Plans a step and prints the plan."""
-    made = _plan(target, inputs, _options(devices, mesh, memory_limit, budget, dump_dir))
+    options = _options(devices, mesh, memory_limit, budget, dump_dir)
+    made = _plan(target, inputs, options | ({"learned_model": learned_model} if learned_model else {}))
     console.print(plan_view(made))
     if output:
         Path(output).write_text(made.to_json())

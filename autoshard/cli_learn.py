@@ -33,8 +33,8 @@ console = Console()
 
 
 def learn(
-    programs: Annotated[int, typer.Option(help="programs to measure; one in six is a whole step")] = 3600,
-    minutes: Annotated[float, typer.Option(help="most minutes of measuring")] = 10.0,
+    programs: Annotated[int, typer.Option(help="train steps to measure")] = 1000,
+    minutes: Annotated[float, typer.Option(help="most minutes of measuring")] = 20.0,
     output: Annotated[str, typer.Option("--output", "-o", help="folder for samples and model")] = "learned-model",
     seed: Annotated[int, typer.Option(help="of programs, split and training")] = 0,
     resume: Annotated[
@@ -90,8 +90,7 @@ def _collect(file: Path, programs: int, minutes: float, seed: int, workers: int)
         task = progress.add_task("measuring", total=programs)
 
         def tell(done: int, wanted: int, record: Mapping[str, Any]) -> None:
-            name = f"{record['kind']} {record['seed']}"
-            progress.update(task, completed=done, total=wanted, description=f"measuring {name}")
+            progress.update(task, completed=done, total=wanted, description=f"measuring step {record['seed']}")
 
         done = collect_samples(
             file,
@@ -122,13 +121,13 @@ def _progress() -> Progress:
 
 
 def score_table(found: Learned) -> Table:
-    """Scores on the held-out programs."""
-    return scores_table((*found.held_out, *found.control))
+    """Scores on the held-out programs, and how well two sessions of measuring agree."""
+    return scores_table((*found.held_out, *found.control, *found.repeats))
 
 
 def scores_table(scores: Sequence[Score]) -> Table:
     """A line a model and kind."""
-    table = Table("model", "held-out programs", title="programs never seen")
+    table = Table("model", "of", title="programs never seen")
     for heading in ("count", f"within {WITHIN:.0%}", "median error", "90 % below", "rank correlation"):
         table.add_column(heading, justify="right")
     for s in scores:

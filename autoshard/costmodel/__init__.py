@@ -36,6 +36,7 @@ from .learned import load_model as load_model
 from .learned import make_samples as make_samples
 from .learned import one_core as one_core
 from .learned import read_samples as read_samples
+from .learned import unseen_scores as unseen_scores
 from .learned import wanted_programs as wanted_programs
 from .least_squares import FitError as FitError
 from .linalg_rules import FFT_FLOPS as FFT_FLOPS

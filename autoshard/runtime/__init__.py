@@ -21,6 +21,7 @@ from .hlo import Kernel as Kernel
 from .hlo import collectives as collectives
 from .hlo import kernels as kernels
 from .initialise import initialise as initialise
+from .learned_time import learned_time as learned_time
 from .options import Options as Options
 from .options import check_options as check_options
 from .parameters import Parameters as Parameters

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import jax
 
+from autoshard.costmodel import LearnedModel, load_model
 from autoshard.errors import ArgumentError, MeshError, explain
 from autoshard.ir import MeshShape
 from autoshard.runtime.pins import Pins, check_pins
@@ -51,6 +52,7 @@ class Options:
       budget_s: seconds for the search.
       seed: of the search.
       dump_dir: where the IR is written after each pass.
+      learned_model: predicts the step time of plans where it may (`autoshard.runtime.learned_time`).
     """
 
     mesh: jax.sharding.Mesh | MeshShape | None
@@ -64,6 +66,7 @@ class Options:
     budget_s: float | None
     seed: int
     dump_dir: Path | None
+    learned_model: LearnedModel | None
 
 
 def check_options(
@@ -79,6 +82,7 @@ def check_options(
     budget: Any,
     seed: Any,
     dump_dir: Any,
+    learned_model: Any,
     later: Mapping[str, Any],
 ) -> Options:
     """The options, or an error that says which one is wrong.
@@ -103,6 +107,7 @@ def check_options(
         budget_s=_check_budget(budget),
         seed=seed,
         dump_dir=_check_folder(dump_dir),
+        learned_model=_check_model(learned_model),
     )
 
 
@@ -216,6 +221,16 @@ def _check_folder(dump_dir: Any) -> Path | None:
             explain(f"dump_dir={dump_dir!r}", "the path of a folder", "give a string or a pathlib.Path")
         )
     return Path(dump_dir)
+
+
+def _check_model(model: Any) -> LearnedModel | None:
+    if model is None or isinstance(model, LearnedModel):
+        return model
+    if not isinstance(model, str | Path):
+        raise ArgumentError(
+            explain(f"learned_model={model!r}", "a folder that `autoshard learn` wrote", "give its path")
+        )
+    return load_model(Path(model))
 
 
 def _check_later(name: str, value: Any) -> None:

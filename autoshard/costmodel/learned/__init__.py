@@ -13,6 +13,7 @@ from .learn import agreed_scores as agreed_scores
 from .learn import learn_model as learn_model
 from .learn import make_samples as make_samples
 from .learn import one_core as one_core
+from .learn import unseen_scores as unseen_scores
 from .store import LearnedModel as LearnedModel
 from .store import load_model as load_model
 from .train import LearnOptions as LearnOptions

@@ -1,9 +1,9 @@
 """Collects measured programs into a file of JSON lines; what is there is not measured again.
 
-Workers (`worker.py`) measure, one on each core asked for. Time is the process's CPU time, so that other processes on
-a shared machine cost little of it: the mean of the three fastest of up to 40 blocks of at least 1 ms, twice, with
-something else in between. Programs whose two fastest passes differ by more than 5 % are measured up to five times,
-then kept in the file as noisy and left out.
+Workers (`worker.py`) measure, one on each core asked for. A program's time is the process's CPU time, so that other
+processes on a shared machine cost little of it; its kernels' times are the profiler's. Each is the lowest quartile of a
+visit, and the fastest of five visits. Where the two fastest visits differ by more than 10 %, the program's time is
+noisy and left out; its kernels have spreads of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from autoshard.costmodel.learned.programs import KINDS, Kind
 from autoshard.errors import ArgumentError, explain
 
 FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -29,10 +28,9 @@ FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """glibc keeps memory that was freed, so that a call finds its buffers mapped, as in a train loop that runs on."""
 
-TIMEOUT_S = 90.0
-STEP_EVERY = 6
-"""One step in so many programs: 500 steps beside 2,500 clusters."""
-
+TIMEOUT_S = 400.0
+BATCH = 10
+"""Programs a worker visits in turn, and the most seconds they may take."""
 SAMPLES = "samples.jsonl"
 
 
@@ -58,15 +56,9 @@ Tell = Callable[[int, int, Mapping[str, Any]], None]
 """Called after each program with how many are done, how many are wanted, and its record."""
 
 
-def wanted_programs(programs: int, seed: int) -> list[tuple[Kind, int]]:
-    """The programs of a collection, steps strewn among clusters; a longer list begins with the shorter."""
-    names: list[tuple[Kind, int]] = []
-    count: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    for i in range(programs):
-        kind: Kind = "step" if i % STEP_EVERY == STEP_EVERY - 1 else "cluster"
-        names.append((kind, seed * 1_000_000 + count[kind]))
-        count[kind] += 1
-    return names
+def wanted_programs(programs: int, seed: int) -> list[int]:
+    """The seeds of a collection; a longer list begins with the shorter."""
+    return [seed * 1_000_000 + i for i in range(programs)]
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -91,26 +83,46 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def good_samples(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One record a program: the fastest of its sessions, those left out that failed or were too noisy.
+    """One record a program, those left out that failed.
 
-    What else runs on a machine only ever slows a program down, so the fastest is nearest to the truth. `sessions` says
-    how many there were, `agreement` how much slower the second fastest is, as a part (infinite for a single one).
+    What else runs on a machine only ever slows a program down, so the fastest visit of all sessions is nearest to the
+    truth, of a program and of each kernel.
+
+    Returns:
+      Records with `time_s` (nan where all sessions were too noisy), `kernel_s` (seconds a run), `kernel_spread` (how
+      much slower the second fastest visit was, as a part), and, of programs with two sessions, `again_s` and
+      `kernel_again_s`: what the session found that was not the fastest.
     """
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    found: dict[int, list[Mapping[str, Any]]] = {}
     for r in records:
-        if "error" not in r and not r["noisy"]:
-            found.setdefault((r["kind"], r["seed"]), []).append(r)
+        if "error" not in r:
+            found.setdefault(r["seed"], []).append(r)
     merged: list[Mapping[str, Any]] = []
     for same in found.values():
-        best, *others = sorted(same, key=lambda r: r["time_s"])
-        agreement = others[0]["time_s"] / best["time_s"] - 1 if others else float("inf")
-        merged.append({**best, "sessions": len(same), "agreement": agreement})
+        times = sorted(float(r["time_s"]) for r in same if not r["noisy"])
+        sessions: dict[str, list[float]] = {}
+        visits: dict[str, list[float]] = {}
+        for r in same:
+            for name, (_, *each) in r["kernels"].items():
+                sessions.setdefault(name, []).append(min(each))
+                visits.setdefault(name, []).extend(each)
+        kernels = {name: sorted(each) for name, each in visits.items()}
+        merged.append(
+            {
+                **same[0],
+                "time_s": times[0] if times else float("nan"),
+                "again_s": times[1] if len(times) > 1 else float("nan"),
+                "kernel_s": {name: each[0] for name, each in kernels.items()},
+                "kernel_spread": {n: each[1] / each[0] - 1 for n, each in kernels.items() if len(each) > 1},
+                "kernel_again_s": {name: sorted(each)[1] for name, each in sessions.items() if len(each) > 1},
+            }
+        )
     return merged
 
 
 def collect_samples(
     path: Path,
-    names: Sequence[tuple[Kind, int]],
+    names: Sequence[int],
     environment: Mapping[str, str],
     *,
     cores: Sequence[int] = (-1,),
@@ -122,7 +134,7 @@ def collect_samples(
 
     Args:
       path: file of JSON lines.
-      names: kinds and seeds.
+      names: seeds.
       environment: of this process; the workers get it with one thread and the host's CPU.
       cores: a worker for each, pinned to it; -1 is not pinned.
       minutes: when to stop, whatever is left.
@@ -134,7 +146,7 @@ def collect_samples(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     known = read_samples(path) if path.exists() else []
-    there = {(r["kind"], r["seed"]) for r in known if r.get("session", 0) == session}
+    there = {r["seed"] for r in known if r.get("session", 0) == session}
     todo = [name for name in names if name not in there]
     begun = time.monotonic()
     counts = {"measured": 0, "noisy": 0, "failed": 0}
@@ -167,7 +179,7 @@ def _end_line(path: Path) -> None:
 class _Pool:
     """Workers, each with a thread that feeds it and restarts it where it dies or takes too long."""
 
-    def __init__(self, environment: Mapping[str, str], cores: Sequence[int], todo: Sequence[tuple[Kind, int]]) -> None:
+    def __init__(self, environment: Mapping[str, str], cores: Sequence[int], todo: Sequence[int]) -> None:
         self._environment = {
             **environment,
             **ALLOCATOR,
@@ -176,7 +188,7 @@ class _Pool:
             "JAX_NUM_CPU_DEVICES": "1",
             "OMP_NUM_THREADS": "1",
         }
-        self._todo: queue.SimpleQueue[tuple[Kind, int]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         for name in todo:
             self._todo.put(name)
         self._done: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -208,20 +220,22 @@ class _Pool:
 
     def _feed(self, core: int) -> None:
         while not self._stop.is_set():
-            try:
-                kind, seed = self._todo.get_nowait()
-            except queue.Empty:
+            batch: list[int] = []
+            while len(batch) < BATCH and not self._todo.empty():
+                batch.append(self._todo.get())
+            if not batch:
                 break
-            answer = self._ask(core, f"{kind} {seed}\n")
-            if answer is None and not self._stop.is_set():
-                answer = {"kind": kind, "seed": seed, "error": "the worker ended or took too long"}
-            if answer is not None:
+            answers = self._ask(core, batch)
+            if not self._stop.is_set():
+                lost = batch[len(answers) :]
+                answers += [{"seed": seed, "error": "the worker ended or took too long"} for seed in lost]
+            for answer in answers:
                 self._done.put(answer)
         process = self._processes.pop(core, None)
         if process is not None:
             _end(process)
 
-    def _ask(self, core: int, line: str) -> dict[str, Any] | None:
+    def _ask(self, core: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
         process = self._processes.get(core)
         if process is not None and process.poll() is not None:
             _end(process)
@@ -232,18 +246,17 @@ class _Pool:
         assert process.stdout is not None, "the worker was started with pipes"
         watch = threading.Timer(TIMEOUT_S, process.kill)
         watch.start()
+        answers: list[dict[str, Any]] = []
         try:
-            process.stdin.write(line)
+            process.stdin.write(" ".join(str(seed) for seed in seeds) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:
-            return None
+            for _ in seeds:
+                answers.append(json.loads(process.stdout.readline()))
+        except (OSError, json.JSONDecodeError):
+            return answers
         finally:
             watch.cancel()
-        try:
-            return json.loads(answer)
-        except json.JSONDecodeError:
-            return None
+        return answers
 
     def _start(self, core: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "autoshard.costmodel.learned.worker", str(core)]

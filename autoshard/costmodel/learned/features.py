@@ -2,6 +2,7 @@
 
 nodes    [K, WIDTH]   kernel_features.py
 base_s   [K]          seconds the network corrects, runs of the kernel included
+work     [K, 3]       operations, results of functions, bytes moved: what the roofline asks for
 edges    [E, 2]       producer, reader
 bytes    [E]          log of the bytes handed on
 """
@@ -14,8 +15,10 @@ from typing import Any, final
 
 import numpy as np
 
+from autoshard.costmodel.learned.access import accesses
 from autoshard.costmodel.learned.hlo_graph import parse_module
-from autoshard.costmodel.learned.kernel_features import WIDTH, call_features, kernel_features, log1
+from autoshard.costmodel.learned.kernel_features import call_features, kernel_features, log1
+from autoshard.costmodel.learned.recall import kernel_keys
 from autoshard.costmodel.learned.untyped import jax
 from autoshard.ir import Graph, evaluate
 
@@ -25,15 +28,29 @@ NODES = 2048
 """Nodes of a batch; only a program that is larger alone makes a larger one."""
 
 
+CONTAINERS = frozenset(("while", "conditional"))
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Features:
-    """One program; see the module."""
+    """One program; see the module.
+
+    Attributes:
+      names: HLO instructions of the kernels; empty for loops and branches, whose time is not their own, and for the
+        call, which stands last.
+      runs: how often each kernel runs in a call.
+      keys: what alike kernels share, [K, 3] (`recall.py`).
+    """
 
     nodes: Array
     base_s: Array
     edges: Array
     edge_bytes: Array
+    work: Array
+    names: tuple[str, ...]
+    runs: Array
+    keys: Array
 
 
 def hlo_features(text: str) -> Features:
@@ -47,10 +64,18 @@ def hlo_features(text: str) -> Features:
     bases: list[float] = []
     edges: list[tuple[int, int]] = []
     sizes: list[float] = []
-    for index, kernel in enumerate(module.kernels):
-        row, base = kernel_features(kernel)
-        rows.append(row)
-        bases.append(base * kernel.trips)
+    work: list[tuple[float, float, float]] = []
+    found = accesses(module)
+    footprint = float(sum(sum(a.read) + a.written for a in found))
+    names: list[str] = []
+    keys: list[tuple[int, int, int]] = []
+    for index, (kernel, access) in enumerate(zip(module.kernels, found, strict=True)):
+        figures = kernel_features(kernel, access, footprint)
+        rows.append(figures.row)
+        keys.append(kernel_keys(kernel))
+        bases.append(figures.base_s * kernel.trips)
+        names.append("" if kernel.instruction.opcode in CONTAINERS else kernel.name)
+        work.append((figures.operations, figures.transcendentals, figures.moved))
         for producer, nbytes in kernel.producers:
             edges.append((producer, index))
             sizes.append(log1(nbytes))
@@ -62,6 +87,10 @@ def hlo_features(text: str) -> Features:
         np.array(bases, np.float32),
         np.array(edges, np.int32).reshape(-1, 2),
         np.array(sizes, np.float32),
+        np.array([*work, (0.0, 0.0, 0.0)]),
+        (*names, ""),
+        np.array([*(kernel.trips for kernel in module.kernels), 1.0]),
+        np.array([*keys, (-1, -1, -1)], np.int64),
     )
 
 
@@ -141,7 +170,7 @@ def make_batch(programs: Sequence[Features], slots: int, nodes: int = 0) -> Batc
     e = 2 * n
     starts = np.cumsum([0, *counts[:-1]])
     batch = Batch(
-        np.zeros((n, WIDTH), np.float32),
+        np.zeros((n, programs[0].nodes.shape[1]), np.float32),
         np.zeros(n, np.float32),
         np.full((e, 2), n - 1, np.int32),
         np.zeros(e, np.float32),

@@ -10,6 +10,7 @@ Parameters, constants, tuples and bitcasts run nothing. Bodies of `while` count 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import gzip
 import math
@@ -82,8 +83,9 @@ class Instruction:
       opcode: HLO's.
       shapes: of the results; several for a tuple.
       operands: names.
-      attributes: the text after the operands.
+      attributes: the text after the operands; a parameter's starts with its number.
       root: whether it is its computation's result.
+      region: operations that it applies to each element, such as a reduction's; of bf16 sums that is rounding as well.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     root: bool
+    region: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -101,6 +104,11 @@ class Instruction:
     @property
     def nbytes(self) -> int:
         return sum(shape.nbytes for shape in self.shapes)
+
+    @property
+    def position(self) -> int:
+        """Of a parameter."""
+        return int(re.split(r"\D", self.attributes, maxsplit=1)[0])
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """Of an attribute such as dimensions={0,2}."""
@@ -121,14 +129,29 @@ class Kernel:
       inputs: shapes of its operands.
       body: instructions of a fusion by name; the instruction itself otherwise.
       trips: how often it runs in one call of the program.
-      producers: kernels (by index) whose results it reads, and the bytes of each.
+      sources: for each operand the kernels (by index) it comes from; -1 - i is the program's argument i.
     """
 
     instruction: Instruction
     inputs: tuple[Shape, ...]
     body: Computation
     trips: float
-    producers: tuple[tuple[int, int], ...]
+    sources: tuple[frozenset[int], ...]
+
+    @property
+    def name(self) -> str:
+        """Of its instruction."""
+        return self.instruction.name
+
+    @property
+    def producers(self) -> tuple[tuple[int, int], ...]:
+        """Kernels whose results it reads, and the bytes of each."""
+        found: dict[int, int] = {}
+        for shape, sources in zip(self.inputs, self.sources, strict=True):
+            for index in sources:
+                if index >= 0:
+                    found[index] = max(found.get(index, 0), shape.nbytes)
+        return tuple(sorted(found.items()))
 
 
 @final
@@ -169,17 +192,33 @@ def parse_module(text: str) -> Module:
             current = None
         elif current is not None and (found := _LINE.match(line)):
             operands = () if found[4] == "constant" else tuple(re.findall(r"%([^\s,)]+)", found[5]))
-            made = Instruction(found[2], found[4], _shapes(found[3]), operands, found[6], bool(found[1]))
+            attributes = found[5] + found[6] if found[4] == "parameter" else found[6]
+            made = Instruction(found[2], found[4], _shapes(found[3]), operands, attributes, bool(found[1]))
             current[made.name] = made
     if not entry:
         raise ArgumentError(
             explain("the text has no ENTRY computation", "an optimized HLO module", "pass compiled.as_text()")
         )
+    computations = {name: _with_regions(each, computations) for name, each in computations.items()}
     flat = _Flat(computations)
-    flat.add(entry, 1.0, {})
-    arguments = [i.shape for i in computations[entry].values() if i.opcode == "parameter"]
+    parameters = sorted((i for i in computations[entry].values() if i.opcode == "parameter"), key=lambda i: i.position)
+    flat.add(entry, 1.0, {k: frozenset((-1 - k,)) for k in range(len(parameters))})
+    arguments = [i.shape for i in parameters]
     results = next((i.shapes for i in computations[entry].values() if i.root), ())
     return Module(tuple(flat.kernels), tuple(arguments), results)
+
+
+def _with_regions(computation: Computation, all_: Mapping[str, Computation]) -> dict[str, Instruction]:
+    """The same instructions, with what those that have a region apply to each element."""
+    made = dict(computation)
+    for name, instruction in computation.items():
+        if "to_apply=" not in instruction.attributes or instruction.opcode == "call":
+            continue
+        target = _TARGET.search(instruction.attributes)
+        if target is not None and target[1] in all_:
+            region = tuple(i.opcode for i in all_[target[1]].values() if i.opcode not in FREE)
+            made[name] = dataclasses.replace(instruction, region=region)
+    return made
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,13 +244,11 @@ class _Flat:
         computation = self.computations[name]
         made: dict[str, frozenset[int]] = {}
         last = frozenset[int]()
-        position = 0
         for instruction in computation.values():
             sources = frozenset[int]().union(*(made.get(o, frozenset()) for o in instruction.operands))
             match instruction.opcode:
                 case "parameter":
-                    made[instruction.name] = inputs.get(position, frozenset())
-                    position += 1
+                    made[instruction.name] = inputs.get(instruction.position, frozenset())
                 case opcode if opcode in FREE:
                     made[instruction.name] = sources
                 case "call":
@@ -250,12 +287,9 @@ class _Flat:
         known = [computation[o] for o in instruction.operands if o in computation]
         target = _TARGET.search(instruction.attributes) if instruction.opcode == "fusion" else None
         body = self.computations[target[1]] if target else {i.name: i for i in (*known, instruction)}
-        producers: dict[int, int] = {}
-        for operand in known:
-            for index in made.get(operand.name, ()):
-                producers[index] = max(producers.get(index, 0), operand.nbytes)
         inputs = tuple(shape for operand in known for shape in operand.shapes)
-        self.kernels.append(Kernel(instruction, inputs, body, trips, tuple(sorted(producers.items()))))
+        sources = tuple(made.get(operand.name, frozenset[int]()) for operand in known for _ in operand.shapes)
+        self.kernels.append(Kernel(instruction, inputs, body, trips, sources))
         return frozenset((len(self.kernels) - 1,))
 
 

@@ -2,8 +2,9 @@
 
 How many of each operation an element of the result; how memory is walked (strides of transposes, runs of slices,
 gathers and concatenations, which dimension a reduction sums, which a broadcast repeats); sizes of a product or a
-convolution and which way its operands lie; bytes; sizes of minor dimensions and what is left of a vector. And the
-base time the network corrects: a roofline in round numbers.
+convolution and which way its operands lie; bytes, and how long ago they were touched (`access.py`); sizes of minor
+dimensions and what is left of a vector; how strides divide by the sets of a cache. And the base time the network
+corrects: a roofline in round numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
-from autoshard.costmodel.learned.hlo_graph import FREE, Instruction, Kernel, Shape
+from autoshard.costmodel.learned.access import Access, near_share
+from autoshard.costmodel.learned.hlo_graph import FREE, ITEM_BYTES, Instruction, Kernel, Shape
+from autoshard.costmodel.learned.walk import WALKS, walk_features
 
 _OPCODES = (
     "abs add and atan2 broadcast cbrt ceil clamp compare concatenate convert convolution copy cosine divide dot "
@@ -78,10 +82,37 @@ SLOW_PER_S = 1e9
 FLOPS_PER_S = 6e10
 """The base time's figures: orders of magnitude of one core. What is wrong with them is for the network to learn."""
 
-PRODUCT = 18
-PLAIN = 22
-WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + PLAIN
-LAYOUT = f"kernels-1:{WIDTH}"
+NEAR = (1 << 19, 1 << 22, 1 << 24)
+"""Reuse distances, in bytes, that a share is counted for: within a core's cache, a share of the last one, all of it."""
+
+SETS = 4096
+"""Bytes after which addresses fall into the same set of a first-level cache of 64 sets of 64 bytes."""
+
+PRODUCT = 26
+STRIDES = 8
+REUSE = 3 + len(NEAR)
+PLAIN = 24
+WIDTH = len(OPCODES) + len(MAINS) + len(DTYPES) + 3 * len(PATTERNS) + PRODUCT + STRIDES + WALKS + REUSE + PLAIN
+REUSE_COLUMNS = (WIDTH - PLAIN - REUSE, WIDTH - PLAIN)
+# Where the figures stand in a row.
+PATTERNS_AT = len(OPCODES) + len(MAINS) + len(DTYPES)
+PRODUCT_AT = PATTERNS_AT + 3 * len(PATTERNS)
+STRIDES_AT = PRODUCT_AT + PRODUCT
+WALKS_AT = STRIDES_AT + STRIDES
+PLAIN_AT = WIDTH - PLAIN
+PLACES = {
+    **{PLAIN_AT + k: 1.0 for k in (1, 2, 3, 4, 7, 9, 10, 11)},  # elements, bytes, operations, minor dimensions
+    **{PRODUCT_AT + k: 1.0 for k in (0, 1, 2, 3)},  # sizes of a product
+    **{PRODUCT_AT + k: 1.0 for k in (12, 13, 15, 16, 18)},  # window, channels, strides and dilations of a convolution
+    **{STRIDES_AT + k: 1.0 for k in (0, 1)},
+    **{WALKS_AT + k: 0.5 for k in (0, 3, 5)},  # logarithms of strides
+    **{WALKS_AT + k: 1.0 for k in (12, 13, 15, 16)},  # of walks over caches
+    **{PLAIN_AT - 1 - k: 0.7 for k in range(len(NEAR))},  # parts of the bytes that are near
+}
+PLACE_COLUMNS, PLACE_SCALES = tuple(PLACES), tuple(PLACES.values())
+"""Columns that say how far apart kernels with the same operations are, and what they count."""
+
+LAYOUT = f"kernels-7:{WIDTH}"
 """Names what the columns mean; a stored model says which it was trained on."""
 
 
@@ -99,10 +130,10 @@ class _Tally:
         self.counts = np.zeros(len(OPCODES))
         self.patterns = np.zeros((len(PATTERNS), 3))
         self.product = np.zeros(PRODUCT)
+        self.strides = np.zeros(STRIDES)
         self.flops = 0.0
         self.operations = 0.0
         self.slow = 0.0
-        self.touched: float | None = None  # bytes of a slice or update where not all of the operand is touched
 
     def operand(self, instruction: Instruction, index: int) -> Shape:
         if index < len(instruction.operands):
@@ -132,6 +163,7 @@ class _Tally:
                     back = shape.stride(order.index(first)) if first in order else 1
                     if stride > 1:
                         self.pattern("transpose", elements, stride, back)
+                        self._walk(source, stride, back, shape.dims[minor])
             case "reduce":
                 elements = float(source.size)
                 dims = instruction.numbers("dimensions")
@@ -168,7 +200,6 @@ class _Tally:
                 self.pattern("reverse", elements, _run(shape), float(minor in instruction.numbers("dimensions")))
             case "dynamic-update-slice":
                 elements = float(self.operand(instruction, 1).size)
-                self.touched = 2.0 * self.operand(instruction, 1).nbytes
             case "dot":
                 elements = 0.0
                 self._dot(instruction, source, self.operand(instruction, 1))
@@ -180,6 +211,8 @@ class _Tally:
             case _:
                 pass
         self.counts[_NUMBER.get(opcode, _NUMBER["other"])] += max(elements, 1.0)
+        for applied in instruction.region:
+            self.counts[_NUMBER.get(applied, _NUMBER["other"])] += elements
         if opcode in SLOW:
             self.slow += elements
         elif opcode not in ("broadcast", "iota"):
@@ -197,6 +230,8 @@ class _Tally:
         self.product[9] = float(bool(right.packed) and right.packed[0] in others)
         self.product[10] = float(bool(left.packed) and left.packed[0] in batches)
         self.product[11] = float(bool(right.packed) and right.packed[0] in right_batches)
+        for place, shape in enumerate((left, right, instruction.shape)):
+            self.strides[5 + place] = _even(_run(shape) * ITEM_BYTES.get(shape.dtype, 4))
 
     def _convolution(self, instruction: Instruction, left: Shape, right: Shape) -> None:
         shape = instruction.shape
@@ -208,33 +243,66 @@ class _Tally:
         inner = right.dims[labels[2].index("i")] if labels and "i" in labels[2] else 1
         self._sizes(shape.size // max(out, 1), out, inner * math.prod(window), 1)
         stride = re.search(r"stride=([\dx]+)", instruction.attributes)
-        dilated = re.search(r"(?:lhs|rhs)_dilate=([\dx]+)", instruction.attributes)
+        apart = [re.search(rf"{side}_dilate=([\dx]+)", instruction.attributes) for side in ("lhs", "rhs")]
+        dilated, spread = (math.prod(int(n) for n in found[1].split("x")) if found else 1 for found in apart)
         self.product[12] = log1(math.prod(window))
         self.product[13] = log1(inner)
         self.product[14] = log1(many)
         self.product[15] = log1(math.prod(int(n) for n in stride[1].split("x")) if stride else 1)
-        self.product[16] = log1(math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1)
+        self.product[16] = log1(dilated)
         self.product[17] = float(labels is not None and labels[1].endswith("f"))
+        run = inner * (window[-1] if window else 1)
+        places = math.prod(shape.dims[labels[3].index(c)] for c in labels[3] if c.isdigit()) if labels else 1
+        self.product[18:] = (
+            log1(spread),
+            inner % 4 / 4,
+            inner % 8 / 8,
+            log1(run),
+            log1(places),
+            log1(right.nbytes),
+            log1(self.flops / max(dilated, 1)),
+            float("reversal" in instruction.attributes),
+        )
+
+    def _walk(self, source: Shape, stride: int, back: int, rows: int) -> None:
+        """A transposed walk: a stride that a power of two divides uses few sets of a cache."""
+        item = ITEM_BYTES.get(source.dtype, 4)
+        there, again = _even(stride * item), _even(back * item)
+        if there >= self.strides[0]:
+            self.strides[:5] = (there, again, float(there >= 1 - 1 / 11), float(again >= 1 - 1 / 11), log1(rows))
 
     def _sizes(self, m: int, n: int, k: int, batch: int) -> None:
         self.flops += 2.0 * m * n * k * batch
         self.product[:8] = (log1(m), log1(n), log1(k), log1(batch), m % 8 / 8, n % 16 / 16, k % 8 / 8, n % 64 / 64)
 
 
-def kernel_features(kernel: Kernel) -> tuple[np.ndarray, float]:
-    """The figures of a kernel, and its base time in seconds, one run."""
+@final
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one kernel, one run.
+
+    Attributes:
+      row: [WIDTH].
+      base_s: what the network corrects.
+      operations, transcendentals, moved: what the roofline asks for: operations, results of functions, bytes.
+    """
+
+    row: np.ndarray
+    base_s: float
+    operations: float
+    transcendentals: float
+    moved: float
+
+
+def kernel_features(kernel: Kernel, access: Access, footprint: float) -> Figures:
+    """The figures of a kernel in a program that touches `footprint` bytes."""
     tally = _Tally(kernel)
     inner = list(kernel.body.values()) if kernel.instruction.opcode == "fusion" else [kernel.instruction]
     for instruction in inner:
         if instruction.opcode not in FREE:
             tally.add(instruction)
     root = kernel.instruction.shape
-    read = float(sum(shape.nbytes for shape in kernel.inputs))
-    written = float(kernel.instruction.nbytes)
-    if kernel.instruction.opcode == "while":
-        read = written = 0.0
-    if tally.touched is not None:
-        read, written = min(read, read - written + tally.touched), tally.touched / 2
+    read, written = float(sum(access.read)), float(access.written)
     opcodes = {i.opcode for i in inner}
     main = kernel.instruction.opcode if kernel.instruction.opcode in MAINS else "loop"
     main = next((name for name in MAINS if name in opcodes), main)
@@ -271,6 +339,7 @@ def kernel_features(kernel: Kernel) -> tuple[np.ndarray, float]:
         float(kernel.instruction.opcode == "fusion"),
         float("ynn" in attributes),
         log1(kernel.trips),
+        *(log1(extra / size) for extra in _evaluated_again(inner)),
     )
     nbytes = [sum(s.nbytes for s in (*kernel.inputs, root) if s.dtype == d) / max(moved, 1.0) for d in DTYPES]
     row = np.concatenate(
@@ -280,10 +349,59 @@ def kernel_features(kernel: Kernel) -> tuple[np.ndarray, float]:
             nbytes,
             patterns.ravel(),
             tally.product,
+            tally.strides,
+            walk_features(kernel),
+            _reuse(access, footprint),
             plain,
         )
     )
-    return row.astype(np.float32), base
+    return Figures(row.astype(np.float32), base, tally.flops + tally.operations, tally.slow, moved)
+
+
+def _evaluated_again(body: Sequence[Instruction]) -> tuple[float, float]:
+    """Operations and functions that a fusion evaluates more often than their values have elements.
+
+    A fusion evaluates what stands before a broadcast for each of its results; where that does not depend on the minor
+    dimension LLVM moves it out of the innermost loop.
+    """
+    shapes = {i.name: i.shape for i in body}
+    times: dict[str, float] = {}
+    operations = functions = 0.0
+    for instruction in reversed(body):
+        shape, opcode = instruction.shape, instruction.opcode
+        count = times.get(instruction.name, float(shape.size))
+        again = max(count - shape.size, 0.0)
+        if opcode in SLOW:
+            functions += again
+        elif opcode not in FREE and opcode not in ("broadcast", "iota", "reshape", "transpose", "copy"):
+            operations += again
+        for place, name in enumerate(instruction.operands):
+            source = shapes.get(name)
+            if source is None or source.size <= 1:
+                continue
+            each = count
+            if opcode == "broadcast" and shape.packed and shape.packed[0] not in instruction.numbers("dimensions"):
+                each = count / shape.dims[shape.packed[0]]
+            elif opcode == "reduce" and place == 0:
+                each = count * source.size / max(shape.size, 1)
+            elif opcode == "reduce-window" and place == 0:
+                each = count * math.prod(_window(instruction))
+            elif opcode in ("dot", "convolution", "sort", "scatter", "dynamic-update-slice", "concatenate"):
+                each = float(source.size)
+            times[name] = max(times.get(name, 0.0), each)
+    return operations, functions
+
+
+def _reuse(access: Access, footprint: float) -> tuple[float, ...]:
+    logs = [log1(d) for d in access.distance]
+    total = max(sum(access.read), 1)
+    mean = sum(n * d for n, d in zip(access.read, logs, strict=True)) / total
+    return (log1(footprint), max(logs, default=0.0), mean, *(near_share(access, limit) for limit in NEAR))
+
+
+def _even(stride: int) -> float:
+    """Log of the largest power of two that divides a stride in bytes, 1 for `SETS` and more."""
+    return math.log2(max(math.gcd(stride, SETS), 1)) / math.log2(SETS)
 
 
 def call_features(arguments: Sequence[Shape], results: Sequence[Shape], kernels: int) -> tuple[np.ndarray, float]:

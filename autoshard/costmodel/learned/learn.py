@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from autoshard.cluster import DeviceSpec, resolve_cluster
 from autoshard.costmodel.graph_time import graph_time_s
 from autoshard.costmodel.learned.collect import good_samples
-from autoshard.costmodel.learned.evaluate import Score, evaluate_model, shuffled_control
-from autoshard.costmodel.learned.features import hlo_features
+from autoshard.costmodel.learned.evaluate import Score, evaluate_model, repeat_scores, shuffled_control
+from autoshard.costmodel.learned.features import Features, hlo_features
 from autoshard.costmodel.learned.hlo_graph import unpack_text
-from autoshard.costmodel.learned.programs import make_program
+from autoshard.costmodel.learned.kernel_features import REUSE_COLUMNS
+from autoshard.costmodel.learned.program_steps import make_step
 from autoshard.costmodel.learned.store import make_record, save_model
 from autoshard.costmodel.learned.train import LearnOptions, Sample, Split, Tell, Trained, split_samples, train
+from autoshard.costmodel.measured import TRANSCENDENTAL_FLOPS
 
 
 @final
@@ -30,6 +34,7 @@ class Learned:
       split: the programs.
       validation, held_out: scores of the learned and the analytic models.
       control: scores of the shuffled control and the mean correction on the held-out programs; empty if not asked for.
+      repeats: of another session of measuring, on all programs that have one.
       record: as stored.
     """
 
@@ -38,6 +43,7 @@ class Learned:
     validation: tuple[Score, ...]
     held_out: tuple[Score, ...]
     control: tuple[Score, ...]
+    repeats: tuple[Score, ...]
     record: Mapping[str, Any]
 
 
@@ -55,7 +61,7 @@ def one_core() -> DeviceSpec:
 def make_samples(
     records: Sequence[Mapping[str, Any]], device: DeviceSpec, tell: Callable[[int, int], None] | None = None
 ) -> list[Sample]:
-    """Samples of what was measured; noisy and failed records are left out.
+    """Samples of what was measured; failed records are left out.
 
     Args:
       records: `collect.read_samples`.
@@ -64,18 +70,45 @@ def make_samples(
     """
     kept = good_samples(records)
     samples: list[Sample] = []
+    nan = float("nan")
     for number, r in enumerate(kept):
-        program = make_program(r["kind"], r["seed"])
+        program = make_step(r["seed"])
         features = hlo_features(unpack_text(r["hlo"]))
         analytic_s = graph_time_s(program.graph(), device)
+        kernel_s, again_s, spread = (
+            np.array([r[key].get(name, nan) for name in features.names])
+            for key in ("kernel_s", "kernel_again_s", "kernel_spread")
+        )
         samples.append(
             Sample(
-                program.name, r["kind"], r["family"], r["structure"], features, r["time_s"], analytic_s, r["agreement"]
+                name=f"step-{r['seed']}",
+                family=r["family"],
+                structure=r["structure"],
+                features=features,
+                time_s=r["time_s"],
+                kernel_s=kernel_s * features.runs,
+                kernel_spread=spread,
+                analytic_s=analytic_s,
+                kernel_analytic_s=kernel_roofline_s(features, device),
+                again_s=r["again_s"],
+                kernel_again_s=again_s * features.runs,
             )
         )
         if tell is not None:
             tell(number + 1, len(kept))
     return samples
+
+
+def kernel_roofline_s(features: Features, device: DeviceSpec) -> np.ndarray:
+    """What the analytic model says of each kernel, all its runs: [K].
+
+    launch + max( operations / rate, bytes / bandwidth ),  a function's result being `TRANSCENDENTAL_FLOPS`
+    """
+    operations, transcendentals, moved = features.work.T
+    rate = device.peak_flops_per_s("f32") * device.matmul_efficiency
+    bandwidth = device.memory_bytes_per_s * device.memory_efficiency
+    operations_s = (operations + TRANSCENDENTAL_FLOPS * transcendentals) / rate
+    return features.runs * (device.kernel_launch_s + np.maximum(operations_s, moved / bandwidth))
 
 
 def learn_model(
@@ -109,15 +142,37 @@ def learn_model(
     part = dataclasses.replace(options, seconds=options.seconds / options.members)
     controls = shuffled_control(split, part, tell) if shuffled else []
     record = make_record(trained, split, validation, held_out, counts, split_seed)
+    repeats = repeat_scores(samples)
     record["control"] = [s.to_dict() for s in controls]
+    record["repeats"] = [s.to_dict() for s in repeats]
     save_model(folder, trained, record)
-    return Learned(trained, split, tuple(validation), tuple(held_out), tuple(controls), record)
+    return Learned(trained, split, tuple(validation), tuple(held_out), tuple(controls), tuple(repeats), record)
 
 
 def agreed_scores(found: Learned, limit: float = 0.05) -> list[Score]:
-    """Scores on the held-out programs whose two fastest sessions of measuring agree within `limit`.
+    """Scores on the held-out kernels whose two fastest visits agree within `limit`; whole steps as they are.
 
     Which these are depends on the measuring alone, not on any model.
     """
-    part = [s for s in found.split.held_out if s.agreement <= limit]
-    return evaluate_model(found.trained, found.split, part) if part else []
+    part = [
+        dataclasses.replace(s, kernel_s=np.where(s.kernel_spread <= limit, s.kernel_s, np.nan))
+        for s in found.split.held_out
+    ]
+    return evaluate_model(found.trained, found.split, part)
+
+
+def unseen_scores(found: Learned) -> list[Score]:
+    """Scores on the held-out kernels whose figures no training program has; whole steps as they are."""
+    known = {row.tobytes() for s in found.split.train for row in _own(s.features)}
+    part = [
+        dataclasses.replace(
+            s, kernel_s=np.where([row.tobytes() in known for row in _own(s.features)], np.nan, s.kernel_s)
+        )
+        for s in found.split.held_out
+    ]
+    return evaluate_model(found.trained, found.split, part)
+
+
+def _own(features: Features) -> np.ndarray:
+    """Figures of the kernels but for what stands around them: [K, n]."""
+    return np.delete(features.nodes, np.arange(*REUSE_COLUMNS), axis=1)

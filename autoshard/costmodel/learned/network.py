@@ -2,10 +2,12 @@
 
     h_k      = embedding of a kernel's figures, then L layers of attention along edges, both ways
     c_k      = dense(h_k)
-    time     = sum over kernels of base_k exp(c_k)
+    time_k   = base_k exp(c_k)
+    time     = sum over kernels of time_k  x  exp(s),   s = linear in log sum, log of their number, classes' parts of it
 
-A kernel's time is corrected by a factor, and factors are bounded, so that a program much longer than any seen is still
-the sum of its kernels. Attention (Velickovic et al., 2018; DisCo, Yi et al., 2022, section 4): the weight of a
+What a whole step costs beyond its kernels (buffers, the profiler's own cost in the kernels' labels) is s, a small
+number. A kernel's time is corrected by a factor, and factors are bounded, so that a program much longer than any seen
+is still the sum of its kernels. Attention (Velickovic et al., 2018; DisCo, Yi et al., 2022, section 4): the weight of a
 neighbour is a softmax, over the edges that end in a node, of a score of both ends and of the bytes between them.
 """
 
@@ -15,12 +17,16 @@ from typing import Any, cast, final
 
 import flax.linen as nn
 
+from autoshard.costmodel.learned.kernel_features import MAINS, OPCODES
 from autoshard.costmodel.learned.untyped import jax, jnp
 
 Array = Any
 
 BOUND = 6.0
 """Largest absolute logarithm of a correction: a factor of 400."""
+
+WHOLE_BOUND = 0.7
+"""The same of a whole program's: a factor of 2."""
 
 
 def _silu(h: Array) -> Array:
@@ -53,7 +59,7 @@ class Attention(nn.Module):
 
 @final
 class Corrector(nn.Module):
-    """Log of each program's time.
+    """Logs of the times of kernels and programs.
 
     Attributes:
       width: of the hidden states.
@@ -76,9 +82,10 @@ class Corrector(nn.Module):
         program: Array,
         slots: int,
         train: bool = False,
-    ) -> Array:
-        """[slots]; `nodes` are standardized."""
-        h = _silu(nn.Dense(2 * self.width)(nodes))
+    ) -> tuple[Array, Array]:
+        """[nodes], all runs of a kernel together, and [slots]; `nodes` are standardized."""
+        waves = nn.Dense(self.width, kernel_init=nn.initializers.normal(0.3))(nodes)
+        h = jnp.concatenate((_silu(nn.Dense(2 * self.width)(nodes)), jnp.sin(waves)), axis=-1)
         h = cast(Array, nn.Dropout(self.dropout, deterministic=not train)(h))
         h = _silu(nn.Dense(self.width)(h))
         for _ in range(self.layers):
@@ -91,5 +98,18 @@ class Corrector(nn.Module):
         h = _silu(nn.Dense(self.width)(h))
         correction = nn.Dense(1, kernel_init=nn.initializers.normal(0.01))(h)[:, 0]
         correction = BOUND * jnp.tanh(correction / BOUND)
-        total = jax.ops.segment_sum(base_s * jnp.exp(correction), program, slots)
-        return jnp.log(jnp.maximum(total, jnp.full_like(total, 1e-9)))
+        times = base_s * jnp.exp(correction)
+        total = jax.ops.segment_sum(times, program, slots)
+        total = total * jnp.exp(self._whole(nodes, times, total, program, slots))
+        kernels = jnp.log(jnp.maximum(base_s, jnp.full_like(base_s, 1e-12))) + correction
+        return kernels, jnp.log(jnp.maximum(total, jnp.full_like(total, 1e-9)))
+
+    def _whole(self, nodes: Array, times: Array, total: Array, program: Array, slots: int) -> Array:
+        """The correction of each program: [slots]."""
+        safe = jnp.maximum(total, jnp.full_like(total, 1e-9))
+        count = jax.ops.segment_sum((times > 0).astype(jnp.float32), program, slots)
+        classes = nodes[:, len(OPCODES) : len(OPCODES) + len(MAINS)]
+        parts = jax.ops.segment_sum(classes * (times / safe[program])[:, None], program, slots)
+        sizes = jnp.stack((jnp.log(safe) / 2 + 3, jnp.log1p(count) - 4), axis=-1)
+        found = nn.Dense(1, kernel_init=nn.initializers.normal(0.01))(jnp.concatenate((sizes, 0.1 * parts), axis=-1))
+        return WHOLE_BOUND * jnp.tanh(found[:, 0] / WHOLE_BOUND)

@@ -31,8 +31,8 @@ ACTIVATIONS: tuple[Callable[[Array], Array], ...] = (
     lambda v: lax.max(v, jnp.zeros_like(v)) ** 2,
 )
 
-MOST_FLOPS = 6e8
-"""Most operations of a step: tens of milliseconds on one core."""
+LEAST_FLOPS, MOST_FLOPS = 2e8, 8e9
+"""The operations of a step stay below a number drawn between these: up to some 100 ms on one core."""
 
 
 @final
@@ -45,6 +45,7 @@ class _Model:
         self.activation = ACTIVATIONS[int(rng.integers(len(ACTIVATIONS)))]
         self.dtype = jnp.bfloat16 if rng.random() < 0.2 else jnp.float32
         self.norm = str(rng.choice(("none", "layer", "rms")))
+        self.most_flops = math.exp(rng.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS)))
 
     def weight(self, *shape: int) -> int:
         self.shapes.append(shape)
@@ -52,6 +53,13 @@ class _Model:
 
     def pick(self, *values: int) -> int:
         return int(self.rng.choice(values))
+
+    def size(self, least: int, most: int) -> int:
+        """Log-uniform; mostly a power of two or a multiple of 16 or 8, as people choose."""
+        value = math.exp(self.rng.uniform(math.log(least), math.log(most)))
+        multiple = int(self.rng.choice((0, 16, 8, 1), p=(0.4, 0.25, 0.2, 0.15)))
+        rounded = round(value / multiple) * multiple if multiple else 2 ** round(math.log2(value))
+        return min(max(rounded, least), most)
 
     def chance(self, p: float) -> bool:
         return bool(self.rng.random() < p)
@@ -88,7 +96,7 @@ def _along(v: Array, h: Array) -> Array:
 def make_step(seed: int) -> Program:
     """The step of a seed."""
     rng = np.random.default_rng([seed, 2])
-    family = str(rng.choice(("mlp", "conv", "attention", "recurrent", "embedding"), p=(0.3, 0.17, 0.3, 0.08, 0.15)))
+    family = str(rng.choice(("mlp", "conv", "attention", "recurrent", "embedding"), p=(0.27, 0.17, 0.34, 0.08, 0.14)))
     model = _Model(rng)
     forward, inputs, bounds = _FAMILIES[family](model)
     update = _optimizer(model)
@@ -113,9 +121,7 @@ def make_step(seed: int) -> Program:
         return (value, *new, *(m for state in states for m in state))
 
     weights = [jax.ShapeDtypeStruct(s, jnp.float32) for s in model.shapes]
-    return Program(
-        "step", seed, family, fun, (*(weights * (1 + slots)), *inputs), (*([0] * count * (1 + slots)), *bounds)
-    )
+    return Program(seed, family, fun, (*(weights * (1 + slots)), *inputs), (*([0] * count * (1 + slots)), *bounds))
 
 
 def _optimizer(model: _Model) -> str:
@@ -159,7 +165,7 @@ Built = tuple[Callable[[list[Array], tuple[Array, ...]], Array], tuple[jax.Shape
 
 def _head(model: _Model, width: int) -> tuple[Callable[[list[Array], Array, Array], Array], int]:
     """A loss over rows: cross entropy of classes, or squared error (0 classes)."""
-    classes = model.pick(0, 10, 32, 100, 257, 1000)
+    classes = model.pick(0, 10, 100, 257, model.size(8, 2000))
     out = model.dense(width, classes or 1)
 
     def loss(p: list[Array], h: Array, labels: Array) -> Array:
@@ -173,13 +179,13 @@ def _head(model: _Model, width: int) -> tuple[Callable[[list[Array], Array, Arra
 
 
 def _mlp(model: _Model) -> Built:
-    batch = model.pick(8, 16, 24, 32, 64, 100, 128, 256, 512)
-    widths = [model.pick(16, 32, 48, 64, 100, 128, 200, 256, 384, 512, 784)]
+    batch = model.size(16, 1024)
+    widths = [model.size(32, 1024)]
     depth = model.pick(1, 2, 2, 3, 3, 4, 5, 6)
     same = model.chance(0.4)
     for _ in range(depth):
-        n = widths[-1] if same and len(widths) > 1 else model.pick(16, 32, 50, 64, 96, 128, 256, 300, 512, 1024)
-        while 6.0 * batch * widths[-1] * n * depth > MOST_FLOPS:
+        n = widths[-1] if same and len(widths) > 1 else model.size(32, 2048)
+        while 6.0 * batch * widths[-1] * n * depth > model.most_flops:
             n //= 2
         widths.append(n)
     residual, first = model.chance(0.4), model.chance(0.5)
@@ -200,15 +206,15 @@ def _mlp(model: _Model) -> Built:
 
 
 def _conv(model: _Model) -> Built:
-    batch, side = model.pick(2, 4, 8, 16, 32), model.pick(8, 12, 16, 20, 28, 32)
+    batch, side = model.size(4, 64), model.pick(8, 12, 16, 20, 28, 32, 48)
     channels = model.pick(1, 3, 3, 8, 16)
     layers: list[tuple[int, int, Layer, bool]] = []
     flops, width, size = 0.0, channels, side
     pool = model.chance(0.4)
     for _ in range(model.pick(1, 2, 3, 4)):
-        out, window, stride = model.pick(8, 16, 24, 32, 48, 64), model.pick(1, 3, 3, 5), model.pick(1, 1, 2)
+        out, window, stride = model.size(8, 128), model.pick(1, 3, 3, 5), model.pick(1, 1, 2)
         flops += 6.0 * batch * size * size * window**2 * width * out / stride**2
-        if flops > MOST_FLOPS / 2 and layers:
+        if flops > model.most_flops / 2 and layers:
             break
         kernel = model.weight(window, window, width, out)
         layers.append((kernel, stride, model.normed(out), pool and size >= 8))
@@ -261,14 +267,20 @@ def _attention_block(model: _Model, width: int, heads: int, causal: bool) -> Lay
     return layer
 
 
+def _attention_flops(batch: int, length: int, width: int, heads: int) -> float:
+    """Of a block; a weight of the softmax counts as the operations a product does in its time."""
+    return batch * length * (72.0 * width * width + length * (12.0 * width + 600.0 * heads))
+
+
 def _attention(model: _Model) -> Built:
-    width, heads = model.pick(32, 48, 64, 96, 128, 192, 256), model.pick(1, 2, 4, 8)
-    batch, length = model.pick(1, 2, 4, 8), model.pick(16, 32, 48, 64, 100, 128, 200, 256)
+    heads = model.pick(1, 2, 4, 8)
+    width = max(model.size(48, 768) // heads, 4) * heads
+    batch, length = model.pick(1, 2, 4, 8, 16), model.size(32, 512)
     depth = model.pick(1, 1, 2, 3)
-    while 72.0 * batch * length * width * width * depth > MOST_FLOPS and batch * length > 16:
+    while _attention_flops(batch, length, width, heads) * depth > model.most_flops and batch * length > 16:
         batch, length = max(batch // 2, 1), length if batch > 1 else length // 2
     causal = model.chance(0.6)
-    vocabulary = model.pick(0, 64, 257, 1000)
+    vocabulary = model.pick(0, 64, 257, 1000, 8000)
     table = model.weight(vocabulary, width) if vocabulary else -1
     blocks = [_attention_block(model, width, heads, causal) for _ in range(depth)]
     loss, classes = _head(model, width)
@@ -285,8 +297,8 @@ def _attention(model: _Model) -> Built:
 
 
 def _recurrent(model: _Model) -> Built:
-    batch, length = model.pick(4, 8, 16, 32), model.pick(8, 16, 24, 32)
-    inner, width = model.pick(16, 32, 64), model.pick(32, 64, 96, 128)
+    batch, length = model.size(4, 64), model.pick(8, 16, 24, 32)
+    inner, width = model.size(16, 128), model.size(32, 256)
     gated = model.chance(0.5)
     read, keep = model.dense(inner, width), model.dense(width, width, False)
     gate = model.dense(width, width) if gated else None
@@ -312,10 +324,10 @@ def _recurrent(model: _Model) -> Built:
 
 def _embedding(model: _Model) -> Built:
     """A table, a sum or a mixing over the sequence, a perceptron."""
-    batch, length = model.pick(4, 8, 16, 32, 64), model.pick(4, 8, 16, 32)
-    rows, width = model.pick(100, 500, 1000, 5000, 10000), model.pick(16, 32, 64, 128)
+    batch, length = model.size(4, 128), model.size(4, 64)
+    rows, width = model.pick(100, 500, 1000, 5000, 10000, 30000), model.size(16, 256)
     mixing = model.pick(0, 1, 2)
-    table, inner = model.weight(rows, width), model.pick(32, 64, 128, 256)
+    table, inner = model.weight(rows, width), model.size(32, 512)
     first, second, norm = model.dense(width, inner), model.dense(inner, width), model.normed(width)
     mix = model.weight(length, length)
     loss, classes = _head(model, width)

@@ -1,9 +1,7 @@
-"""Random programs to measure: fused clusters and whole train steps, each named by kind and seed.
+"""What a measured program is: a whole train step, named by its seed (`program_steps.py` draws them).
 
-A cluster is a small graph of elementwise operations, reductions, moves, indexed access, matrix products and
-convolutions (`program_clusters.py`); a step is a model's loss, gradient and optimizer update (`program_steps.py`).
-The same kind and seed give the same program wherever jax's random numbers are not asked for: structure and sizes come
-from numpy's PCG64.
+The same seed gives the same program wherever jax's random numbers are not asked for: structure and sizes come from
+numpy's PCG64.
 """
 
 from __future__ import annotations
@@ -11,16 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, final
+from typing import Any, cast, final
 
 import jax
 import numpy as np
 
 from autoshard.ir import Graph, trace
 from autoshard.ir import Literal as IrLiteral
-
-Kind = Literal["cluster", "step"]
-KINDS: tuple[Kind, ...] = ("cluster", "step")
 
 
 @final
@@ -29,24 +24,18 @@ class Program:
     """One program.
 
     Attributes:
-      kind: "cluster" or "step".
-      seed: with the kind it names the program.
-      family: what it is made of, such as "elementwise" or "attention".
+      seed: its name.
+      family: the kind of model, such as "attention".
       fun: takes one array for each of `avals`, returns a tuple of arrays.
       avals: shapes and dtypes of the arguments.
       bounds: for each argument the number integers stay below; 0 for floats and booleans.
     """
 
-    kind: Kind
     seed: int
     family: str
     fun: Callable[..., Sequence[Any]]
     avals: tuple[jax.ShapeDtypeStruct, ...]
     bounds: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.seed}"
 
     def arguments(self) -> list[Any]:
         """Arrays on the host: normal floats, even booleans, integers below their bound."""
@@ -56,19 +45,6 @@ class Program:
     def graph(self) -> Graph:
         """The program, traced."""
         return trace(self.fun, self.avals)
-
-
-def make_program(kind: Kind, seed: int) -> Program:
-    """The program of a kind and seed."""
-    # Here, because both modules import `Program`.
-    from autoshard.costmodel.learned.program_clusters import make_cluster
-    from autoshard.costmodel.learned.program_steps import make_step
-
-    match kind:
-        case "cluster":
-            return make_cluster(seed)
-        case "step":
-            return make_step(seed)
 
 
 def structure(graph: Graph) -> str:

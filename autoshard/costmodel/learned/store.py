@@ -16,15 +16,20 @@ from typing import Any, cast, final
 import jax
 import numpy as np
 
-from autoshard.costmodel.learned.evaluate import Score, wins
+from autoshard.costmodel.learned.evaluate import Kind, Score, wins
 from autoshard.costmodel.learned.features import compile_text, hlo_features
+from autoshard.costmodel.learned.hlo_graph import parse_module
 from autoshard.costmodel.learned.kernel_features import LAYOUT
-from autoshard.costmodel.learned.programs import Kind
+from autoshard.costmodel.learned.law import Law
+from autoshard.costmodel.learned.recall import Recall
 from autoshard.costmodel.learned.train import LearnOptions, Split, Trained, digest, predict
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Graph
 
-FORMAT = 1
+FORMAT = 3
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "ragged-all-to-all")
+"""HLO's operations in which devices talk."""
+
 WEIGHTS, RECORD = "weights.msgpack", "record.json"
 
 
@@ -50,7 +55,36 @@ class LearnedModel:
         Raises:
           ArgumentError: the text is no HLO module.
         """
-        return float(predict(self._trained, [hlo_features(text)])[0])
+        return float(predict(self._trained, [hlo_features(text)]).steps[0])
+
+    def compute_hlo_s(self, text: str) -> float:
+        """Seconds of one call of a compiled program on one device without its collectives, which it never learned.
+
+        Raises:
+          ArgumentError: the text is no HLO module.
+        """
+        talking = {k.name for k in parse_module(text).kernels if k.instruction.opcode.startswith(COLLECTIVES)}
+        features = hlo_features(text)
+        times = predict(self._trained, [features])
+        apart = [name in talking for name in features.names]
+        return float(times.steps[0]) * (1 - float(times.kernels[0][apart].sum() / times.kernels[0].sum()))
+
+    def differs(self) -> str:
+        """How this machine and these versions differ from those it was measured with; "" where they do not."""
+        here = {**machine(), "jax": jax.__version__}
+        there = {**self.record["machine"], "jax": self.record["versions"]["jax"]}
+        wrong = [f"{key} {there.get(key)!r} (here {value!r})" for key, value in here.items() if there.get(key) != value]
+        return f"it was measured on {', '.join(wrong)}" if wrong else ""
+
+    def kernel_times_s(self, text: str) -> Mapping[str, float]:
+        """Seconds of each kernel in a call, all its runs together, by the name of its HLO instruction.
+
+        Raises:
+          ArgumentError: the text is no HLO module.
+        """
+        features = hlo_features(text)
+        (times,) = predict(self._trained, [features]).kernels
+        return {name: float(t) for name, t in zip(features.names, times, strict=True) if name}
 
     def wins(self, kind: Kind) -> bool:
         """Whether validation found it better than the analytic model for clusters, or for steps."""
@@ -62,7 +96,7 @@ class LearnedModel:
         mine, other = table["learned", kind], table["analytic, scaled", kind]
         used = "learned model" if self.wins(kind) else "analytic model"
         return (
-            f"{used} for {kind}s: on {mine['count']} validation programs the learned model's median error is "
+            f"{used} for {kind}s: on {mine['count']} validation {kind}s the learned model's median error is "
             f"{mine['median']:.0%}, the analytic one's, scaled, {other['median']:.0%}"
         )
 
@@ -116,7 +150,10 @@ def save_model(folder: Path, trained: Trained, record: Mapping[str, Any]) -> Non
 
     folder.mkdir(parents=True, exist_ok=True)
     members = {str(i): member for i, member in enumerate(trained.members)}
-    tree = {"members": members, "mean": trained.mean, "scale": trained.scale}
+    kept = trained.recall
+    recall = {"keys": kept.keys, "x": kept.x, "y": kept.y, "weight": kept.weight, "owner": kept.owner}
+    recall |= {"rates": kept.law.rates, "own": kept.law.own}
+    tree = {"members": members, "recall": recall, "mean": trained.mean, "scale": trained.scale}
     write = cast(Any, serialization.msgpack_serialize)  # pyright: ignore[reportUnknownMemberType]
     (folder / WEIGHTS).write_bytes(write(tree))
     (folder / RECORD).write_text(json.dumps(record, indent=1))
@@ -142,10 +179,12 @@ def load_model(folder: Path) -> LearnedModel:
     try:
         tree = cast(Any, serialization.msgpack_restore(weights))
         members = tuple(tree["members"][str(i)] for i in range(len(tree["members"])))
+        kept = dict(tree["recall"])
+        recall = Recall(Law(kept.pop("rates"), kept.pop("own")), **kept)
         mean, scale = tree["mean"], tree["scale"]
         options = LearnOptions(**record["options"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             explain(f"{folder / WEIGHTS} cannot be read ({error})", "weights written by `autoshard learn`", todo)
         ) from error
-    return LearnedModel(Trained(members, mean, scale, options, (), float(record["seconds"])), record)
+    return LearnedModel(Trained(members, recall, mean, scale, options, (), float(record["seconds"])), record)

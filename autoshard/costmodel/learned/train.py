@@ -1,13 +1,18 @@
 """Trains the network on measured programs: Optax, seeded, split by what programs do.
 
-The loss is the Huber loss of the logarithm of time: a relative error counts the same for a microsecond and a second.
-Programs of one structure (`programs.structure`: the same operations, whatever the sizes) are all on one side of the
-split: 70 % train, 10 % say when to stop (the best average of weights is kept), 20 % are held out for the evaluation.
+The loss is the Huber loss of the logarithm of time, of kernels and of whole programs: a relative error counts the same
+for a microsecond and a second. Kernels below `SURE_S` count less, as timers and interrupts weigh more there, and so do
+kernels whose visits differ. Programs of one structure (`programs.structure`: the same operations, whatever the sizes)
+are all on one side of the split: 70 % train, 10 % say when to stop (the best average of weights is kept), 20 % are
+held out for the evaluation.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,10 +22,24 @@ from typing import Any, final
 import numpy as np
 
 from autoshard.costmodel.learned.features import Batch, Features, make_batch, pack
+from autoshard.costmodel.learned.law import Law, fit_law
+from autoshard.costmodel.learned.recall import Recall, make_recall, owner_number
 from autoshard.costmodel.learned.untyped import jax, jnp
 from autoshard.errors import ArgumentError, explain
 
 Array = np.ndarray
+
+SURE_S = 2e-6
+"""A kernel whose run takes this counts fully; shorter ones count by their part of it."""
+
+SPREAD = 0.1
+"""A kernel whose visits differ by this part counts half."""
+
+STEP_WEIGHT = 0.3
+"""Of the programs' mean loss beside the kernels'."""
+
+WARM = 0.05
+"""Part of the training in which the learning rate rises."""
 
 LEAST = 20
 """Fewest programs that can be split and trained on."""
@@ -32,21 +51,34 @@ class Sample:
     """One measured program.
 
     Attributes:
-      name, kind, family, structure: see `programs.py`.
+      name, family, structure: see `programs.py`.
       features: arrays of the compiled program.
-      time_s: measured.
-      analytic_s: what the analytic model says.
-      agreement: of two sessions of measuring (`collect.good_samples`); infinite where there was one.
+      time_s: measured, of the whole; nan where it is too noisy.
+      kernel_s: measured, of all runs of a kernel; nan where there is no label.
+      kernel_spread: how much slower the second fastest visit was, as a part.
+      analytic_s, kernel_analytic_s: what the analytic model says.
+      again_s, kernel_again_s: what another session of measuring said, slower; nan where there was none.
     """
 
     name: str
-    kind: str
     family: str
     structure: str
     features: Features
     time_s: float
+    kernel_s: Array
+    kernel_spread: Array
     analytic_s: float
-    agreement: float = float("inf")
+    kernel_analytic_s: Array
+    again_s: float
+    kernel_again_s: Array
+
+    @property
+    def weight(self) -> Array:
+        """Of each kernel in the loss: [K]."""
+        run_s = self.kernel_s / self.features.runs
+        known = np.isfinite(run_s) & np.isfinite(self.kernel_spread)
+        weight = np.minimum(run_s / SURE_S, 1.0) / (1.0 + (self.kernel_spread / SPREAD) ** 2)
+        return np.where(known, weight, 0.0)
 
 
 @final
@@ -62,17 +94,17 @@ class LearnOptions:
       learning_rate, weight_decay: of AdamW; the rate rises for 5 % of the steps, then falls along a cosine.
       average: of the weights, decay a step.
       members: networks trained from different starts; the prediction is the mean of their logarithms.
-      seconds: most CPU time of all members together; each stops, with its rate not yet fallen, at its part.
+      seconds: most CPU time of all members together; each has its part, and its rate falls within it.
       seed: of weights and order.
     """
 
-    width: int = 64
-    layers: int = 2
-    dropout: float = 0.15
-    epochs: int = 24
-    patience: int = 8
+    width: int = 96
+    layers: int = 1
+    dropout: float = 0.4
+    epochs: int = 20
+    patience: int = 20
     batch: int = 32
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     weight_decay: float = 2e-2
     average: float = 0.99
     members: int = 3
@@ -97,6 +129,7 @@ class Trained:
 
     Attributes:
       members: parameters of each network.
+      recall: the training programs' kernels, and the law of their times.
       mean, scale: the figures' standardization.
       options: as trained.
       losses: (epoch, training loss, validation loss), members one after the other.
@@ -104,6 +137,7 @@ class Trained:
     """
 
     members: tuple[Any, ...]
+    recall: Recall
     mean: Array
     scale: Array
     options: LearnOptions
@@ -147,6 +181,12 @@ def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trai
     if not split.train or not split.validation:
         raise ArgumentError(explain("a split with an empty part", "programs for training and validation", "add some"))
     begun = time.process_time()
+    recall = remember(split.train)
+    split = Split(
+        tuple(_with_recall(recall, s, owner_number(s.structure)) for s in split.train),
+        tuple(_with_recall(recall, s, -1) for s in split.validation),
+        (),
+    )
     stacked = np.concatenate([s.features.nodes for s in split.train])
     mean, scale = stacked.mean(0), stacked.std(0)
     scale = np.where(scale < 1e-6, 1.0, scale).astype(np.float32)
@@ -158,40 +198,57 @@ def train(split: Split, options: LearnOptions, tell: Tell | None = None) -> Trai
             found, curve = _train_one(split, options, options.seed + member, (mean, scale), until, tell)
         members.append(found)
         losses += curve
-    trained = Trained(tuple(members), mean, scale, options, tuple(losses), time.process_time() - begun)
+    trained = Trained(tuple(members), recall, mean, scale, options, tuple(losses), time.process_time() - begun)
     return trained
+
+
+def remember(samples: Sequence[Sample]) -> Recall:
+    """What the kernels of some programs took: the law of their times, and how each differs from it."""
+    nodes, runs, weight = (
+        np.concatenate(each)
+        for each in zip(*((s.features.nodes, s.kernel_s / s.features.runs, s.weight) for s in samples), strict=True)
+    )
+    known = weight > 0
+    law = fit_law(nodes[known], runs[known], weight[known])
+    parts: list[tuple[Array, Array, Array, Array, str]] = []
+    for s in samples:
+        w = s.weight
+        logs = np.log(np.where(w > 0, s.kernel_s, np.nan) / law_s(law, s.features))
+        parts.append((s.features.nodes, s.features.keys, logs, w, s.structure))
+    return make_recall(law, parts)
+
+
+def law_s(law: Law, features: Features) -> Array:
+    """Seconds of all runs of each kernel by the law; loops, branches and the call keep their base times: [K]."""
+    named = np.array([bool(name) for name in features.names])
+    return np.where(named, law.times_s(features.nodes) * features.runs, features.base_s)
+
+
+def recalled(recall: Recall, features: Features, owner: int = -1) -> Features:
+    """Features with what is remembered of their kernels in the figures and in the base times."""
+    logs, columns = recall.look_up(features.nodes, features.keys, owner)
+    law = law_s(recall.law, features)
+    base_s = (law * np.exp(logs)).astype(np.float32)
+    lawful = np.log(law / features.base_s).astype(np.float32)[:, None]
+    return dataclasses.replace(features, nodes=np.concatenate((features.nodes, columns, lawful), axis=1), base_s=base_s)
+
+
+def _with_recall(recall: Recall, sample: Sample, owner: int) -> Sample:
+    return dataclasses.replace(sample, features=recalled(recall, sample.features, owner))
 
 
 def _train_one(
     split: Split, options: LearnOptions, seed: int, standard: tuple[Array, Array], until: float, tell: Tell | None
 ) -> tuple[Any, list[tuple[int, float, float]]]:
-    import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
-
     network = _network(options, options.dropout)
+    optimizer, init, update = _updater(network, options.batch + 1, options.weight_decay)
     rng = np.random.default_rng([seed, 3])
-    logs = {s.name: float(np.log(s.time_s)) for s in split.train}
     steps = len(_batches(split.train, options.batch, np.random.default_rng(0)))
-    total = max(options.epochs * steps, 2)
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, max(total // 20, 1), total, 1e-5)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=options.weight_decay))
+    total, begun = max(options.epochs * steps, 2), time.process_time()
     first = _standard(make_batch([s.features for s in split.train[:2]], options.batch + 1), standard)
     key = jax.random.key(seed)
-    params: Any = network.init(key, *_inputs(first), options.batch + 1)
+    params: Any = init(key, *_inputs(first))
     state: Any = optimizer.init(params)
-
-    def loss(p: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any) -> Any:
-        logs_ = network.apply(p, *inputs, options.batch + 1, True, rngs={"dropout": dropout})
-        return jnp.sum(optax.huber_loss(logs_, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-    @jax.jit
-    def update(
-        p: Any, average: Any, s: Any, inputs: tuple[Any, ...], y: Any, weight: Any, dropout: Any, new: Any
-    ) -> Any:
-        value, grads = jax.value_and_grad(loss)(p, inputs, y, weight, dropout)
-        changes, s = optimizer.update(grads, s, p)
-        p = optax.apply_updates(p, changes)
-        average = optax.incremental_update(p, average, new)
-        return p, average, s, value
 
     average = params
     best, best_loss, since = params, float("inf"), 0
@@ -201,16 +258,17 @@ def _train_one(
         found: list[float] = []
         for part in _batches(split.train, options.batch, rng):
             batch = _standard(make_batch([s.features for s in part], options.batch + 1), standard)
-            y, weight = np.zeros(options.batch + 1, np.float32), np.zeros(options.batch + 1, np.float32)
-            y[: len(part)] = [logs[s.name] for s in part]
-            weight[: len(part)] = 1.0
+            labels = _labels(part, len(batch.base_s), options.batch + 1)
             number += 1
             new = max(1 - options.average, 9 / (9 + number))  # the first weights are soon forgotten
+            progress = max(number / total, (time.process_time() - begun) / max(until - begun, 1e-9))
+            rate = options.learning_rate * _rate(progress)
             params, average, state, value = update(
-                params, average, state, _inputs(batch), y, weight, jax.random.fold_in(key, number), new
+                params, average, state, _inputs(batch), labels, jax.random.fold_in(key, number), new, rate
             )
             found.append(float(value))
-        validation = _huber(_predict(network, average, split.validation, standard), split.validation)
+        logs = predict_logs(network, average, [s.features for s in split.validation], standard)
+        validation = _validation_loss(*logs, split.validation)
         curve.append((epoch, float(np.mean(found)), validation))
         if tell is not None:
             tell(epoch + 1, options.epochs, *curve[-1][1:])
@@ -221,6 +279,53 @@ def _train_one(
         if since >= options.patience or time.process_time() > until:
             break
     return jax.device_get(best), curve
+
+
+def _rate(progress: float) -> float:
+    """A share of the learning rate: up for a twentieth of the training, then down along a cosine."""
+    return progress / WARM if progress < WARM else 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))) + 1e-3
+
+
+@functools.lru_cache(maxsize=4)
+def _updater(network: Any, slots: int, weight_decay: float) -> tuple[Any, Any, Any]:
+    """The optimizer, compiled first weights, a compiled step of training: for all members and the control."""
+    import optax  # pyright: ignore[reportMissingTypeStubs]  # planning alone does not load it
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0, weight_decay=weight_decay))
+
+    def mean(logs: Any, y: Any, weight: Any) -> Any:
+        return jnp.sum(optax.huber_loss(logs, y, delta=0.3) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+    def loss(p: Any, inputs: tuple[Any, ...], labels: tuple[Any, ...], dropout: Any) -> Any:
+        kernels, steps = network.apply(p, *inputs, slots, True, rngs={"dropout": dropout})
+        return mean(kernels, *labels[:2]) + STEP_WEIGHT * mean(steps, *labels[2:])
+
+    @jax.jit
+    def init(key: Any, *inputs: Any) -> Any:
+        return network.init(key, *inputs, slots)
+
+    @jax.jit
+    def update(
+        p: Any,
+        average: Any,
+        s: Any,
+        inputs: tuple[Any, ...],
+        labels: tuple[Any, ...],
+        dropout: Any,
+        new: Any,
+        rate: Any,
+    ) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, inputs, labels, dropout)
+        changes, s = optimizer.update(grads, s, p)
+
+        def at_rate(change: Any) -> Any:
+            return change * rate
+
+        p = optax.apply_updates(p, jax.tree.map(at_rate, changes))
+        average = optax.incremental_update(p, average, new)
+        return p, average, s, value
+
+    return optimizer, init, update
 
 
 @contextmanager
@@ -253,25 +358,49 @@ def _inputs(batch: Batch) -> tuple[Array, ...]:
     return (batch.nodes, batch.base_s, batch.edges, batch.edge_bytes / 20.0, batch.real, batch.program)
 
 
-def _huber(logs: Array, samples: Sequence[Sample]) -> float:
-    error = np.abs(logs - np.log([s.time_s for s in samples]))
-    return float(np.mean(np.where(error < 0.3, 0.5 * error**2, 0.3 * (error - 0.15))))
+def _labels(part: Sequence[Sample], nodes: int, slots: int) -> tuple[Array, ...]:
+    """Logs and weights of kernels [nodes], then of programs [slots]."""
+    kernel_s, weights = (np.concatenate(x) for x in ([s.kernel_s for s in part], [s.weight for s in part]))
+    y, weight = np.zeros((2, nodes), np.float32)
+    y[: len(kernel_s)] = np.where(weights > 0, np.log(np.where(weights > 0, kernel_s, 1.0)), 0.0)
+    weight[: len(weights)] = weights
+    step, step_weight = np.zeros((2, slots), np.float32)
+    step_weight[: len(part)] = [np.isfinite(s.time_s) for s in part]
+    step[: len(part)] = [np.log(s.time_s) if np.isfinite(s.time_s) else 0.0 for s in part]
+    return y, weight, step, step_weight
 
 
-def _predict(network: Any, params: Any, samples: Sequence[Sample], standard: tuple[Array, Array]) -> Array:
-    return predict_logs(network, params, [s.features for s in samples], standard)
+def _huber(error: Array) -> Array:
+    return np.where(error < 0.3, 0.5 * error**2, 0.3 * (error - 0.15))
+
+
+def _validation_loss(kernels: Sequence[Array], steps: Array, samples: Sequence[Sample]) -> float:
+    total, weights = 0.0, 1e-9
+    for logs, sample in zip(kernels, samples, strict=True):
+        known = sample.weight > 0
+        weight = sample.weight[known]
+        total += float(np.sum(weight * _huber(np.abs(logs[known] - np.log(sample.kernel_s[known])))))
+        weights += float(weight.sum())
+    errors = _huber(np.abs(steps - np.log([s.time_s for s in samples])))
+    step = float(np.mean(errors[np.isfinite(errors)])) if np.isfinite(errors).any() else 0.0
+    return total / weights + STEP_WEIGHT * step
 
 
 def predict_logs(
-    network: Any, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 64
-) -> Array:
-    """Logarithms of the times of programs."""
+    network: Any, params: Any, features: Sequence[Features], standard: tuple[Array, Array], size: int = 32
+) -> tuple[list[Array], Array]:
+    """Logarithms of the times of each program's kernels, and of the programs."""
+    kernels: list[Array] = [np.zeros(0)] * len(features)
     logs = np.zeros(len(features))
     sizes = [(len(f.base_s), len(f.edges)) for f in features]
     for part in pack(sizes, range(len(features)), size):
         batch = _standard(make_batch([features[i] for i in part], size + 1), standard)
-        logs[part] = np.asarray(_apply(network, params, _inputs(batch), size + 1))[: len(part)]
-    return logs
+        nodes, steps = _apply(network, params, _inputs(batch), size + 1)
+        logs[part] = np.asarray(steps)[: len(part)]
+        ends = np.cumsum([sizes[i][0] for i in part])
+        for i, found in zip(part, np.split(np.asarray(nodes), ends)[:-1], strict=True):
+            kernels[i] = found
+    return kernels, logs
 
 
 def _apply(network: Any, params: Any, inputs: tuple[Array, ...], slots: int) -> Any:
@@ -292,11 +421,26 @@ def _applied(network: Any, slots: int) -> Any:
     return _FUNCTIONS[key]
 
 
-def predict(trained: Trained, features: Sequence[Features]) -> Array:
-    """Seconds of each program: the members' geometric mean."""
-    options = trained.options
-    network = _network(options, 0.0)
+@final
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of programs.
+
+    Attributes:
+      kernels: for each program [K], all runs of a kernel together.
+      steps: [programs].
+    """
+
+    kernels: tuple[Array, ...]
+    steps: Array
+
+
+def predict(trained: Trained, features: Sequence[Features]) -> Times:
+    """The members' geometric mean."""
+    network = _network(trained.options, 0.0)
     standard = (trained.mean, trained.scale)
+    features = [recalled(trained.recall, each) for each in features]
     with _usual_promotion():
-        logs = np.mean([predict_logs(network, params, features, standard) for params in trained.members], axis=0)
-    return np.exp(logs)
+        found = [predict_logs(network, params, features, standard) for params in trained.members]
+    kernels = tuple(np.exp(np.mean(each, axis=0)) for each in zip(*(k for k, _ in found), strict=True))
+    return Times(kernels, np.exp(np.mean([steps for _, steps in found], axis=0)))

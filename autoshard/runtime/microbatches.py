@@ -86,11 +86,13 @@ def candidates(avals: Sequence[Any], info: StepInfo) -> list[Mapping[int, Axis]]
     """Sets of inputs that may be the batch, with their time axes: largest first, first dimensions before second.
 
     An array without the size in that dimension may have it in another (labels without a time). The same with what the
-    state has of that size (a recurrent net's memory of each example) comes after.
+    state has of that size (a recurrent net's memory of each example) comes after. Where there is no state (a step that
+    returns gradients) the weights may have that size too: then one argument alone may be the batch, the last first.
     """
     state = {i for i, _ in info.pairs}
     plain = [i for i, aval in enumerate(avals) if not jnp.issubdtype(aval.dtype, jax.dtypes.extended)]
     found: list[Mapping[int, Axis]] = []
+    apart: list[Mapping[int, Axis]] = []
     for dim in (0, 1):
         sizes: dict[int, int] = {}
         for i in plain:
@@ -101,7 +103,10 @@ def candidates(avals: Sequence[Any], info: StepInfo) -> list[Mapping[int, Axis]]
             mine = {i: axis for i in plain if i not in state and (axis := _axis(avals[i], size, dim))}
             held = {i: axis for i in _held(info, avals, size) if (axis := _axis(avals[i], size, dim))}
             found += [mine, {**mine, **held}] if held else [mine]
-    return found
+            owners = sorted({info.input_arguments[i] for i in mine}, reverse=True)
+            if not info.pairs and len(owners) > 1:
+                apart += [{i: axis for i, axis in mine.items() if info.input_arguments[i] == k} for k in owners]
+    return [*found, *apart]
 
 
 def _held(info: StepInfo, avals: Sequence[Any], size: int) -> list[int]:

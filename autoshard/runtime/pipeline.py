@@ -72,6 +72,7 @@ class Pipeline:
     def __init__(self, stages: Stages, programs: Sequence[StagePrograms], schedule: Schedule, backend: Backend) -> None:
         self._stages, self._programs, self._schedule, self._backend = stages, programs, schedule, backend
         self.held: list[int] = [0] * len(programs)
+        self._calls: list[tuple[Callable[..., Any], Sequence[Any]]] | None = None
         self._total_sends: list[tuple[tuple[int, tuple[tuple[Value, Value], ...], bool], ...]] = []
         self._steps = [self._prepare(s) for s in range(len(programs))]
         order = verify(schedule).order
@@ -121,6 +122,10 @@ class Pipeline:
     def _place(programs: StagePrograms, inner: set[Value], value: Value) -> tuple[Value, bool]:
         outside = programs.outside.get(value)
         return (value, value in inner) if outside is None else (outside, False)
+
+    def record(self, calls: list[tuple[Callable[..., Any], Sequence[Any]]] | None) -> None:
+        """Adds every program and its operands to `calls` from the next step on; None ends that."""
+        self._calls = calls
 
     def run(self, place_input: Callable[[int, int], Any]) -> list[Any]:
         """The step's outputs.
@@ -180,7 +185,10 @@ class Pipeline:
             return
         outer = top[stage]
         mine: dict[Value, Any] = {} if microbatch is None else inner[stage][microbatch]
-        results = step.call(*[mine[v] if held else outer[v] for v, held in step.takes])
+        operands = [mine[v] if held else outer[v] for v, held in step.takes]
+        if self._calls is not None:
+            self._calls.append((step.call, operands))
+        results = step.call(*operands)
         for (value, held), array in zip(step.gives, results, strict=True):
             if held:
                 mine[value] = array

@@ -84,7 +84,9 @@ class StageBackend:
         name: str,
         on_pass: Callable[[str, Any], None] | None = None,
         only: int | None = None,
+        donate: bool = True,
     ) -> None:
+        self._donates = donate
         self._stages, self._name, self._donated = staged.stages, name, set(donated)
         self._pairs = dict(pairs)
         self.meshes = list(meshes)
@@ -136,7 +138,7 @@ class StageBackend:
             run,
             in_shardings=tuple(self.place_of(stage, v) for v in graph.inputs),
             out_shardings=tuple(self.place_of(stage, v) for v in made.results),
-            donate_argnums=self._given(stage, number),
+            donate_argnums=self._given(stage, number) if self._donates else (),
         )
         self.jitted[stage, number] = jitted
         return jitted
@@ -209,6 +211,7 @@ def build_pipeline(
     mesh: jax.sharding.Mesh,
     name: str,
     on_pass: Callable[[str, Any], None] | None = None,
+    donate: bool = True,
 ) -> tuple[Compiled, Pipeline]:
     """The programs of a planned pipeline.
 
@@ -218,10 +221,13 @@ def build_pipeline(
       mesh: all devices; its first axis goes over the ranks.
       name: of the step.
       on_pass: called with each stage's graph as it is emitted.
+      donate: whether programs may reuse the buffers of accumulators and state.
     """
     pipeline, info = planned.plan.pipeline, planned.info
     assert pipeline is not None, "a pipeline has stages"
-    backend = StageBackend(staged, pipeline, rank_meshes(mesh, pipeline), info.donated, info.pairs, name, on_pass)
+    backend = StageBackend(
+        staged, pipeline, rank_meshes(mesh, pipeline), info.donated, info.pairs, name, on_pass, donate=donate
+    )
     runner = Pipeline(staged.stages, backend.programs, staged.schedule, backend)
     stages = staged.stages
     whole = NamedSharding(mesh, partition_spec(()))

@@ -30,7 +30,7 @@ class DuplicateCheap:
         return _duplicate(graph)
 
 
-def _cheap(equation: Equation) -> bool:
+def is_cheap(equation: Equation) -> bool:
     """Whether an equation spreads scalars only."""
     return isinstance(equation, Apply) and equation.name in CHEAP and all(atom.shape == () for atom in equation.inputs)
 
@@ -43,7 +43,7 @@ def _duplicate(graph: Graph) -> Graph:
         if isinstance(equation, Reshard):
             equations.append(equation)
             continue
-        if _cheap(equation):
+        if is_cheap(equation):
             made[equation.outputs[0]] = equation
         inputs: list[Atom] = []
         for atom in equation.inputs:

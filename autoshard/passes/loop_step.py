@@ -22,6 +22,7 @@ import numpy as np
 from autoshard import jax_compat
 from autoshard.ir import Apply, Atom, Literal, Place, Value, renamed, splice
 from autoshard.passes.batch_roles import Axis, Batched, Partial, Whole
+from autoshard.passes.duplicate_cheap import is_cheap
 from autoshard.passes.microbatch import (
     Microbatches,
     accumulator,
@@ -135,6 +136,8 @@ class _Made:
     )
     sums: list[Sum] = field(default_factory=list[Sum])
     stacks: list[tuple[Value, Value]] = field(default_factory=list[tuple[Value, Value]])
+    _maker: dict[Value, Apply] = field(default_factory=dict[Value, Apply])
+    _copies: dict[Value, Value] = field(default_factory=dict[Value, Value])
 
     def _whole(self, equation: Apply) -> Apply:
         alias: Mapping[Value, Value] = self.split.roles.alias
@@ -165,6 +168,7 @@ class _Made:
     def run_loop(self) -> None:
         split, roles = self.split, self.split.roles
         now: dict[Value, Value] = dict(_pairs(split))
+        self._maker = {v: e for e in self.before for v in e.outputs}
         batch = {split.graph.inputs[i]: axis for i, axis in split.batch.items()}
         for equation, part in self._equations(split.loop):
             operands: list[Atom] = []
@@ -175,7 +179,7 @@ class _Made:
                     source = roles.alias.get(atom, atom)
                     operands.append(self._part(source, roles.slices[equation, k], equation.place))
                 elif isinstance(roles.of[atom], Whole) or (equation, k) in roles.ahead:
-                    operands.append(roles.alias.get(atom, atom))
+                    operands.append(self._cheap(roles.alias.get(atom, atom)))
                 elif atom in batch:
                     operands.append(self._part(atom, batch[atom], equation.place))
                 else:
@@ -185,6 +189,16 @@ class _Made:
             else:
                 small = small_equation(part, equation)
                 self.loop.append(_with_operands(small, tuple(operands)))
+
+    def _cheap(self, value: Value) -> Value:
+        """A whole value; what costs nothing to make (zeros) is made in the loop rather than kept for it."""
+        maker = self._maker.get(value)
+        if maker is None or not is_cheap(maker) or any(isinstance(a, Value) for a in maker.inputs):
+            return value
+        if value not in self._copies:
+            self._copies[value] = Value(value.aval)
+            self.loop.append(_with_operands(maker, maker.inputs, (self._copies[value],)))
+        return self._copies[value]
 
     def _generate(self, equation: Apply, part: Apply, operands: Sequence[Atom]) -> None:
         """What is made for each example is made for all, of which a microbatch takes its part."""

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.cluster import Cluster
-from autoshard.costmodel import Simulation, schedule_tasks, simulate
+from autoshard.costmodel import (
+    Sharding,
+    Simulation,
+    find_buffers,
+    materialized,
+    peak_memory,
+    schedule_tasks,
+    simulate,
+)
 from autoshard.errors import ArgumentError, InfeasibleError, MeshError, explain
 from autoshard.ir import (
-    Apply,
     Equation,
     Graph,
     MeshShape,
@@ -37,6 +44,7 @@ from autoshard.passes import (
     cut_stages,
     loop_step,
     stage_graphs,
+    stage_programs,
 )
 from autoshard.plan import Argument, Memory, PipelinePlan, Plan, fingerprint
 from autoshard.runtime.options import Options
@@ -284,7 +292,7 @@ def _record(
     simulation = simulate(schedule_tasks(schedule, times))
     time_s = simulation.makespan_s + max(once)
     memories = [
-        stage_memory(graph, plan, stage, facts.held_by_stage[stage.stage])
+        stage_memory(graph, plan, stage, facts.held_by_stage[stage.stage], target.cluster.device(0).kind)
         for graph, plan, stage in zip(staged.graphs, plans, stages.graphs, strict=True)
     ]
     memory = max(_by_rank(memories, schedule), key=lambda m: m.peak_bytes)
@@ -378,47 +386,70 @@ def _sends(
     return tuple(found)
 
 
-def stage_memory(graph: Graph, plan: Plan, stage: StageGraph, held: int) -> Memory:
-    """Bytes on one device of a stage's rank at the peak.
+def stage_memory(graph: Graph, plan: Plan, stage: StageGraph, held: int, kind: str) -> Memory:
+    """Bytes on one device of a stage's rank at the peak of its programs.
 
-    The stage's plan holds one microbatch at a time, and stacks of all that comes and goes; a pipeline holds `held`
-    microbatches' residuals and arrivals, and no stacks.
+    While a program runs there are, beside its results and temporaries: state and inputs; what `before` made; in the
+    loop what is kept from the forward to the backward pass of `held` microbatches (one less in a forward pass).
+
+    Args:
+      graph: the stage's prepared graph.
+      plan: made for it.
+      stage: its parts.
+      held: microbatches.
+      kind: of the devices.
     """
     sizes = dict(plan.mesh)
     decisions = plan.decisions(graph)
-    body = stage.loop_of(graph).graphs[0]
-    phases = body_phases(stage, graph)
-    made = {v: p for e, p in phases.items() if isinstance(e, Apply) for v in e.outputs}
 
     def size(value: Value) -> int:
         return local_bytes(value.aval, decisions.values.get(value, replicated(len(value.shape))), sizes)
 
-    inside = set(body.equations)
-    residuals = {
-        a
-        for e, p in phases.items()
-        if e in inside and p[0] is Part.BACKWARD
-        for a in e.inputs
-        if isinstance(a, Value) and made.get(a, (Part.BACKWARD, 0))[0] is Part.FORWARD
-    }
-    each = sum(size(v) for v in residuals)
-    comes = sum(size(v) for v, _, _ in stage.loop_arrivals)
+    def way(value: Value, source: Spec, target: Spec) -> tuple[Spec, ...]:
+        return decisions.detours.get((value.shape, source, target), (target,))
+
+    sharding = Sharding(sizes, decisions.values, decisions.operands, {}, {}, way)
+    made = stage_programs(stage, graph)
     rows, sent = len(stage.loop_arrivals), len(stage.loop_departures)
-    stacks_in = sum(
-        local_bytes(v.aval, spec, sizes)
-        for v, spec in list(zip(graph.inputs, plan.input_specs, strict=True))[len(graph.inputs) - rows :]
+    inputs = sum(local_bytes(v.aval, s, sizes) for v, s in zip(graph.inputs, plan.input_specs, strict=True))
+    stacks = sum(
+        local_bytes(v.aval, s, sizes)
+        for v, s in list(zip(graph.inputs, plan.input_specs, strict=True))[len(graph.inputs) - rows :]
     )
-    stacks_out = sum(
-        local_bytes(a.aval, spec, sizes)
-        for a, spec in list(zip(graph.outputs, plan.output_specs, strict=True))[len(graph.outputs) - sent :]
-    )
-    memory = plan.memory
-    return Memory(
-        memory.state_bytes,
-        max(memory.inputs_bytes - stacks_in, 0),
-        max(memory.outputs_bytes - stacks_out, 0),
-        memory.temporary_bytes + (held - 1) * each + held * comes,
-    )
+    results = list(zip(graph.outputs, plan.output_specs, strict=True))
+    outputs = sum(local_bytes(a.aval, s, sizes) for a, s in results[: len(results) - sent])
+    there = inputs - stacks
+    arrivals = {v for v, _, _ in stage.loop_arrivals}
+    backward_reads = {v for p in made.programs if p.phase[0] is Part.BACKWARD for v in p.graph.inputs}
+    forward_makes = {v for p in made.programs if p.phase[0] is Part.FORWARD for v in p.results}
+    kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
+    peak, before = there, 0
+    for program in made.programs:
+        same = [
+            (i, o)
+            for o, v in enumerate(program.results)
+            for i, u in enumerate(program.graph.inputs)
+            if made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v)
+        ]
+        written = materialized(program.graph).__contains__ if kind == "gpu" else None
+        own = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
+        more = own.outputs_bytes + own.temporary_bytes
+        match program.phase[0]:
+            case Part.BEFORE:
+                before += sum(size(v) for v in program.results)
+                peak = max(peak, there + before + own.temporary_bytes)
+            case Part.FORWARD:
+                come = sum(size(v) for v in program.graph.inputs if v in arrivals)
+                peak = max(peak, there + before + (held - 1) * kept + come + more)
+            case Part.BACKWARD:
+                come = sum(size(v) for v in program.graph.inputs if v in arrivals and v not in forward_makes)
+                peak = max(peak, there + before + held * kept + come + more)
+            case Part.AFTER:
+                peak = max(peak, there + before + more)
+    state = plan.memory.state_bytes
+    rest = max(inputs - stacks - state, 0)
+    extra = max(outputs - state, 0)
+    return Memory(state, rest, extra, max(peak - state - rest - extra, 0))
 
 
 def _by_rank(memories: Sequence[Memory], schedule: Schedule) -> list[Memory]:

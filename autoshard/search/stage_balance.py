@@ -1,11 +1,11 @@
 """Where to cut the forward pass into stages: the slowest stage as quick as can be.
 
     T     =  least over cuts of   max over stages s of   max(work(s), 2 sent(s) / bandwidth)
-    cuts  :  least   max work(s)   of those where nothing sent takes longer than T
+    cuts  :  least   max over s of   work(s) + 2 (sent(s) + sent(s + 1)) / bandwidth   where no 2 sent / bandwidth > T
 
 work is the roofline time of a stage's forward and backward equations, sent the bytes that cross its lower boundary
-(the activations, and as much for their gradients), which travel while the next microbatch is computed. Exact over a
-choice of boundaries: of each of `BOUNDARIES` slices of equal work the one where least crosses.
+(the activations, and as much for their gradients), which travel while the next microbatch is computed. Over a choice of
+boundaries: of each of `BOUNDARIES` slices of equal work the one where least crosses.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> 
     sends = [2 * c / rate for c in crossing]
     limit, _ = _least_largest(points, seconds, sends, stages)
     allowed = [k for k in points if sends[k] <= limit]
-    return _least_largest(allowed, seconds, [0.0] * count, stages)[1]
+    return _least_largest(allowed, seconds, sends, stages, together=True)[1]
 
 
 def _seconds(equation: Apply, cluster: Cluster) -> float:
@@ -106,7 +106,7 @@ def _crossing(forward: Sequence[Apply]) -> list[int]:
 
 
 def _least_largest(
-    points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int
+    points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int, together: bool = False
 ) -> tuple[float, tuple[int, ...]]:
     """(largest stage, cuts) with the least largest stage, by dynamic programming over the number of stages."""
     ends = [0, *points, len(seconds)]
@@ -121,7 +121,10 @@ def _least_largest(
             for i in range(j):
                 if best[-1][i][0] >= found[0]:
                     continue
-                mine = max(prefix[ends[j]] - prefix[ends[i]], sends[ends[i]] if ends[i] else 0.0)
+                work = prefix[ends[j]] - prefix[ends[i]]
+                below = sends[ends[i]] if ends[i] else 0.0
+                above = sends[ends[j]] if ends[j] < len(sends) else 0.0
+                mine = work + below + above if together else max(work, below)
                 found = min(found, (max(best[-1][i][0], mine), i))
             row.append(found)
         best.append(row)

@@ -18,7 +18,7 @@ from autoshard.errors import InfeasibleError, MicrobatchError
 from autoshard.plan import Plan
 from tests.helpers import eager_cluster, slow_links
 from tests.zoo import PROGRAMS, Program
-from tests.zoo.base import distances, plain_jit, run
+from tests.zoo.base import check_runs, distances, plain_jit, run
 
 pytestmark = [pytest.mark.implicit_promotion, pytest.mark.timeout(900)]
 
@@ -67,11 +67,7 @@ def test_equals_plain_jit(program: Program, dtype: str, count: int) -> None:
         case, step = decorated(program, dtype, count)
         mine = run(case, step)
         plain = run(case, plain_jit(case))
-        for after, (a, b) in enumerate(zip(mine, plain, strict=True)):
-            for path, gap in distances(a, b):
-                assert gap <= LIMITS[dtype], f"{path} differs by {gap:.1e} after step {after + 1}"
-            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-                assert np.asarray(x).dtype == np.asarray(y).dtype
+        check_runs(mine, plain, LIMITS[dtype])
         (compiled,) = step._compiled.values()
         assert compiled.planned.plan.microbatches == count
         assert any(e.name == "scan" for e in compiled.planned.graph.equations)
@@ -234,3 +230,21 @@ def test_what_depends_on_the_number_of_examples_is_not_cut(kind: str) -> None:
 def test_no_batch() -> None:
     with pytest.raises(MicrobatchError, match="no argument beside the state"):
         autoshard(lambda w: w - 0.5, devices=eager_cluster(), mesh=(8,), microbatches=2).plan(np.ones((8, 8), "f4"))
+
+
+def test_effects_happen_once_a_step_with_all_examples() -> None:
+    """Nobody reads what a callback makes; cut into microbatches it still runs, once."""
+    seen: list[Any] = []
+
+    def step(w: Any, x: Any) -> Any:
+        y = x @ w
+        jax.debug.callback(lambda v: seen.append(np.asarray(v)), y)
+        jax.debug.callback(lambda v: seen.append(np.asarray(v)), w[0, 0])
+        return w - jnp.mean(y), jnp.mean(y)
+
+    weights, x = np.ones((8, 8), "f4"), np.arange(128, dtype="f4").reshape(16, 8)
+    step_ = autoshard(step, devices=eager_cluster(), mesh=(8,), microbatches=4)
+    jax.block_until_ready(step_(weights, x))
+    jax.effects_barrier()
+    assert sorted(v.shape for v in seen) == [(), (16, 8)]
+    np.testing.assert_allclose(max(seen, key=np.size), x @ weights, rtol=1e-5)

@@ -25,7 +25,7 @@ from autoshard.runtime.target import running_mesh
 from autoshard.schedules import interleaved, zb_h1
 from tests.helpers import eager_cluster
 from tests.zoo import PROGRAMS, Program
-from tests.zoo.base import distances, plain_jit, run
+from tests.zoo.base import check_runs, distances, plain_jit, run
 
 pytestmark = [pytest.mark.implicit_promotion, pytest.mark.timeout(900)]
 
@@ -84,11 +84,7 @@ def test_equals_plain_jit(program: Program, dtype: str, stages: int, count: int)
             return
         mine = run(case, step)
         plain = run(case, plain_jit(case))
-        for after, (a, b) in enumerate(zip(mine, plain, strict=True)):
-            for path, gap in distances(a, b):
-                assert gap <= LIMITS[dtype], f"{path} differs by {gap:.1e} after step {after + 1}"
-            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-                assert np.asarray(x).dtype == np.asarray(y).dtype
+        check_runs(mine, plain, LIMITS[dtype])
         (compiled,) = step._compiled.values()
         pipeline = compiled.planned.plan.pipeline
         assert pipeline is not None

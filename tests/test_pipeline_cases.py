@@ -152,3 +152,22 @@ def test_updates_are_made_beside_their_weights() -> None:
         large = [e for e in updates if e.outputs[0].shape == (16, 16)]
         assert len({e.name for e in large}) >= 2
         assert sum(e.name == "sub" for e in large) == 1
+
+
+def test_effects_happen_once_a_step() -> None:
+    """A callback on the loss, on all examples, and on a weight: each once, whatever the stages."""
+    seen: list[Any] = []
+
+    def step(weights: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss_of)(weights, batch)
+        for each in (value, batch, weights[3]):
+            jax.debug.callback(lambda v: seen.append(np.asarray(v)), each)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    weights, batch = layers(), examples(24)
+    mine = autoshard(step, stages=4, microbatches=4, mesh=(2,), devices=eager_cluster())
+    _, value = mine(weights, batch)
+    jax.effects_barrier()
+    assert sorted(v.shape for v in seen) == [(), (16, 16), (24, 16)]
+    for found, wanted in zip(sorted(seen, key=np.size), (value, weights[3], batch), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)

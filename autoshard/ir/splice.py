@@ -6,6 +6,7 @@ splice(f, [x])   -->   the equations of f, reading x, and the values that stand 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,18 +42,13 @@ def splice(
 def renamed(equation: Equation, names: Mapping[Value, Atom], place: Place | None = None) -> Apply:
     """The equation with other operands and results; bodies stay as they are."""
     assert isinstance(equation, Apply), "equations are renamed before shardings"
-    outputs = tuple(names.get(value, value) for value in equation.outputs)
-    assert all(isinstance(value, Value) for value in outputs), "results are values"
-    return Apply(
-        equation.primitive,
-        tuple(names.get(a, a) if isinstance(a, Value) else a for a in equation.inputs),
-        tuple(value for value in outputs if isinstance(value, Value)),
-        equation.params,
-        equation.graphs,
-        equation.effects,
-        equation.context,
-        equation.place if place is None else place,
-    )
+    outputs: list[Value] = []
+    for value in equation.outputs:
+        named = names.get(value, value)
+        assert isinstance(named, Value), "results are values"
+        outputs.append(named)
+    inputs = tuple(names.get(a, a) if isinstance(a, Value) else a for a in equation.inputs)
+    return replace(equation, inputs=inputs, outputs=tuple(outputs), place=place or equation.place)
 
 
 def scan_equation(

@@ -13,7 +13,7 @@ values, and what `accumulate` does in Python (cutting, joining, taking a part of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import jax
@@ -79,6 +79,17 @@ class LoopStep:
     stacks: tuple[tuple[Value, Value], ...]
     partial: frozenset[Value]
     weights: frozenset[Value]
+
+    @property
+    def weights_of(self) -> dict[Value, frozenset[Value]]:
+        """Of each value made before the loop, and parts of it, the weights it is made of; of weights themselves too."""
+        of: dict[Value, frozenset[Value]] = {w: frozenset({w}) for w in self.weights}
+        for equation in self.before:
+            used = [of[a] for a in equation.inputs if isinstance(a, Value) and a in of]
+            if used:
+                of.update(dict.fromkeys(equation.outputs, frozenset[Value]().union(*used)))
+        of.update({part: of[stack] for stack, part in self.parts if stack in of})
+        return of
 
 
 def loop_step(split: Microbatches) -> LoopStep:
@@ -187,8 +198,7 @@ class _Made:
             if equation in roles.generated and equation.name != "broadcast_in_dim":
                 self._generate(equation, part, operands)
             else:
-                small = small_equation(part, equation)
-                self.loop.append(_with_operands(small, tuple(operands)))
+                self.loop.append(replace(small_equation(part, equation), inputs=tuple(operands)))
 
     def _cheap(self, value: Value) -> Value:
         """A whole value; what costs nothing to make (zeros) is made in the loop rather than kept for it."""
@@ -197,13 +207,13 @@ class _Made:
             return value
         if value not in self._copies:
             self._copies[value] = Value(value.aval)
-            self.loop.append(_with_operands(maker, maker.inputs, (self._copies[value],)))
+            self.loop.append(replace(maker, outputs=(self._copies[value],)))
         return self._copies[value]
 
     def _generate(self, equation: Apply, part: Apply, operands: Sequence[Atom]) -> None:
         """What is made for each example is made for all, of which a microbatch takes its part."""
         whole = tuple(Value(value.aval) for value in equation.outputs)
-        self.loop.append(_with_operands(equation, tuple(operands), whole))
+        self.loop.append(replace(equation, inputs=tuple(operands), outputs=whole))
         for full, value, mine in zip(whole, equation.outputs, part.outputs, strict=True):
             role = self.split.roles.of[value]
             assert isinstance(role, Batched), "what is made for each example is batched"
@@ -248,20 +258,7 @@ class _Made:
         read = {each.part for each in self.sums} | {part for part, _ in self.stacks}
         kept: list[Apply] = []
         for equation in reversed(self.loop):
-            if equation.effects or any(v in read for v in equation.outputs):
+            if any(v in read for v in equation.outputs):
                 kept.append(equation)
                 read.update(a for a in equation.inputs if isinstance(a, Value))
         self.loop = kept[::-1]
-
-
-def _with_operands(equation: Apply, operands: tuple[Atom, ...], outputs: tuple[Value, ...] | None = None) -> Apply:
-    return Apply(
-        equation.primitive,
-        operands,
-        equation.outputs if outputs is None else outputs,
-        equation.params,
-        equation.graphs,
-        equation.effects,
-        equation.context,
-        equation.place,
-    )

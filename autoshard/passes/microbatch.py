@@ -83,6 +83,9 @@ def split_step(
     parts = _Parts(graph, roles, {value for i, value in enumerate(graph.inputs) if i in batch})
     for atom in graph.outputs:
         parts.complete(atom)
+    for equation in graph.equations:
+        if isinstance(equation, Apply) and equation.effects:
+            parts.happens(equation)
     _check_after(graph, small, parts, roles, count)
     numbers = {equation: i for i, equation in enumerate(graph.equations)}
 
@@ -148,6 +151,13 @@ class _Parts:
                 if maker not in self.after:
                     self.after.add(maker)
                     todo += maker.inputs
+
+    def happens(self, equation: Apply) -> None:
+        """An equation with an effect runs once, for all examples, though nobody may read what it makes."""
+        if equation not in self.before and equation not in self.after:
+            self.after.add(equation)
+            for atom in equation.inputs:
+                self.complete(atom)
 
     def _ahead(self, root: Value) -> None:
         """The value of all examples is needed before."""

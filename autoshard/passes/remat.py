@@ -16,12 +16,12 @@ alive; the cut with the least (kept at cuts + largest segment) is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, final
 
 from autoshard import jax_compat
-from autoshard.ir import Apply, Equation, Graph, Place, Value
+from autoshard.ir import Apply, Equation, Graph, Place, Value, renamed
 
 GREEDY = 24
 """Largest segments that are tried, from the whole down by a quarter each. Ours: 0.75^24 is a thousandth."""
@@ -163,7 +163,7 @@ def _rewrite(graph: Graph, cuts: Sequence[int]) -> Graph:
                 values = [a for a in equation.inputs if isinstance(a, Value)]
                 trigger = next((v for v in values if _from_backward(v, maker, graph)), None)
                 equations += _again(graph, tuple(wanted[number]), number, home, crossing, maker, trigger, made)
-        equations.append(_with_inputs(equation, made))
+        equations.append(renamed(equation, made))
     return Graph(graph.inputs, graph.constants, tuple(equations), graph.outputs, graph.effects)
 
 
@@ -207,34 +207,8 @@ def _again(
         equation = graph.equations[i]
         assert isinstance(equation, Apply), "recomputation is decided before shardings"
         results = tuple(Value(v.aval) for v in equation.outputs)
-        copy = _with_inputs(equation, inner)
-        found.append(
-            Apply(
-                copy.primitive,
-                copy.inputs,
-                results,
-                copy.params,
-                copy.graphs,
-                copy.effects,
-                copy.context,
-                Place(copy.place.source, copy.place.remat + 1),
-            )
-        )
+        again = Place(equation.place.source, equation.place.remat + 1)
+        found.append(replace(renamed(equation, inner), outputs=results, place=again))
         inner.update(zip(equation.outputs, results, strict=True))
     made.update({v: inner[v] for v in wanted})
     return found
-
-
-def _with_inputs(equation: Equation, other: Mapping[Value, Value]) -> Apply:
-    assert isinstance(equation, Apply), "recomputation is decided before shardings"
-    inputs = tuple(other.get(a, a) if isinstance(a, Value) else a for a in equation.inputs)
-    return Apply(
-        equation.primitive,
-        inputs,
-        equation.outputs,
-        equation.params,
-        equation.graphs,
-        equation.effects,
-        equation.context,
-        equation.place,
-    )

@@ -27,6 +27,7 @@ from autoshard import jax_compat
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Apply, Atom, Place, Value, splice
 from autoshard.passes.loop_step import LoopStep, Sum
+from autoshard.passes.microbatch import accumulator
 from autoshard.passes.remat import is_backward
 
 
@@ -58,27 +59,21 @@ class Kinds:
     Attributes:
       forward: equations of the loop that use weights and are not of the backward pass, in order.
       backward: those that are, in order.
-      late: values of the step that depend on weights, or on a microbatch's values that do.
     """
 
     forward: tuple[Apply, ...]
     backward: tuple[Apply, ...]
-    late: frozenset[Value]
 
 
 def equation_kinds(step: LoopStep) -> Kinds:
     """Forward and backward equations of a microbatch."""
-    late: set[Value] = set(step.weights)
-    for equation in step.before:
-        if any(a in late for a in equation.inputs if isinstance(a, Value)):
-            late.update(equation.outputs)
-    late.update(part for stack, part in step.parts if stack in late)
+    late = set(step.weights_of)
     forward: list[Apply] = []
     backward: list[Apply] = []
     behind: set[Value] = set()
     for equation in step.loop:
         operands = [a for a in equation.inputs if isinstance(a, Value)]
-        if not any(a in late for a in operands) and not equation.effects:
+        if not any(a in late for a in operands):
             continue
         late.update(equation.outputs)
         if is_backward(equation) or any(a in behind for a in operands):
@@ -86,7 +81,7 @@ def equation_kinds(step: LoopStep) -> Kinds:
             backward.append(equation)
         else:
             forward.append(equation)
-    return Kinds(tuple(forward), tuple(backward), frozenset(late))
+    return Kinds(tuple(forward), tuple(backward))
 
 
 def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, int]] = ()) -> Cut:
@@ -115,7 +110,7 @@ def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, i
         number += i in cuts
         stage[equation] = number
     last = len(cuts)
-    weights_of = _weights_of(step)
+    weights_of = step.weights_of
     where: dict[Value, set[int]] = {}  # stages that have a value of the forward pass, or a weight
     for equation in kinds.forward:
         for atom in equation.inputs:
@@ -155,17 +150,6 @@ def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, i
 
 def _reads(atom: Atom, weights_of: Mapping[Value, frozenset[Value]]) -> frozenset[Value]:
     return weights_of.get(atom, frozenset()) if isinstance(atom, Value) else frozenset()
-
-
-def _weights_of(step: LoopStep) -> dict[Value, frozenset[Value]]:
-    """For values made before the loop (and parts of them) the weights they are made of; weights themselves too."""
-    of: dict[Value, frozenset[Value]] = {w: frozenset({w}) for w in step.weights}
-    for equation in step.before:
-        found = frozenset[Value]().union(*(_reads(a, of) for a in equation.inputs))
-        if found:
-            of.update(dict.fromkeys(equation.outputs, found))
-    of.update({part: of[stack] for stack, part in step.parts if stack in of})
-    return of
 
 
 def _owners(step: LoopStep, pairs: Sequence[tuple[int, int]]) -> dict[Value, list[Value]]:
@@ -263,7 +247,7 @@ class _Lifting:
                 else:  # zeros of the loop
                     operands.append(constants.setdefault(atom, _zeros(atom, equation.place, after)))
             outputs = tuple(_named(v, totals) for v in equation.outputs)
-            after.append(_applied(equation, tuple(operands), outputs))
+            after.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=outputs))
             now.update(zip(equation.outputs, outputs, strict=True))
         for part, total in totals.items():
             if now[part] is not total:
@@ -288,8 +272,8 @@ def _total(
 ) -> Value:
     """The total of a part, in the part's dtype."""
     if part not in known:
-        dtype = jnp.float32 if part.dtype in (jnp.bfloat16, jnp.float16) else part.dtype
-        known[part] = Sum(part, Value(jax_compat.aval_of(part.shape, jnp.dtype(dtype))), "add")
+        dtype = jnp.dtype(accumulator(part.dtype))
+        known[part] = Sum(part, Value(jax_compat.aval_of(part.shape, dtype)), "add")
         sums.append(known[part])
     total = known[part].total
     if total.dtype == part.dtype:
@@ -307,16 +291,3 @@ def _zeros(value: Value, place: Place, after: list[Apply]) -> Value:
     assert isinstance(made, Value), "zeros are made by an equation"
     after += equations
     return made
-
-
-def _applied(equation: Apply, operands: tuple[Atom, ...], outputs: tuple[Value, ...]) -> Apply:
-    return Apply(
-        equation.primitive,
-        operands,
-        outputs,
-        equation.params,
-        equation.graphs,
-        equation.effects,
-        equation.context,
-        equation.place,
-    )

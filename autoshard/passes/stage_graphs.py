@@ -172,7 +172,7 @@ class _Build:
         self._inputs, self._constants = set(step.inputs), {v for v, _ in step.constants}
         self._stack_of = {part: stack for stack, part in step.parts}
         self._index = {e: i for part in (step.before, step.loop, step.after) for i, e in enumerate(part)}
-        self._late = _late(step.weights, step.before)
+        self._late = step.weights_of
         self._given: dict[Value, int] = {}  # totals and stacks to their stage
         self._stage_after: dict[Apply, int] = {}
 
@@ -249,7 +249,12 @@ class _Build:
                     todo += [(a, source) for a in maker.inputs]
 
     def _stage_before(self, equation: Apply, reader: int) -> int:
-        """Where an equation before the loop is computed for a reader: on the stage of the weights it uses."""
+        """Where an equation before the loop is computed for a reader: on the stage of the weights it uses.
+
+        One with an effect is computed once, on the first stage.
+        """
+        if equation.effects:
+            return 0
         late = [a for a in equation.inputs if isinstance(a, Value) and a in self._late]
         if not late:
             return reader
@@ -513,7 +518,7 @@ def _delay(when: dict[Apply, Phase], kept: set[Value], index: Mapping[Apply, int
 
     for equation in sorted((e for e, phase in when.items() if phase == FORWARD), key=lambda e: -index[e]):
         following = [r for v in equation.outputs for r in readers.get(v, ())]
-        if equation.effects or not following or any(v in kept for v in equation.outputs):
+        if not following or any(v in kept for v in equation.outputs):
             continue
         if any(when[r] == FORWARD for r in following):
             continue
@@ -521,14 +526,6 @@ def _delay(when: dict[Apply, Phase], kept: set[Value], index: Mapping[Apply, int
         more = sum(v.nbytes for v in operands if not waits(v))
         if more < sum(v.nbytes for v in equation.outputs):
             when[equation] = BACKWARD
-
-
-def _late(weights: Iterable[Value], before: Sequence[Apply]) -> set[Value]:
-    late = set(weights)
-    for equation in before:
-        if any(a in late for a in equation.inputs if isinstance(a, Value)):
-            late.update(equation.outputs)
-    return late
 
 
 def _start(each: Sum) -> Callable[..., Sequence[Any]]:

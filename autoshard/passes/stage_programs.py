@@ -200,6 +200,7 @@ def _cut_out(graph: Graph, phases: Mapping[Equation, Phase], given: set[Value], 
             continue
         if equation.input in given or equation.input in free:
             free[equation.output] = equation
+    index = {e: i for i, e in enumerate(graph.equations)}
     order = sorted(set(phases.values()))
     own: dict[Phase, list[Equation]] = {phase: [] for phase in order}
     live = _live([e for e in graph.equations if e in phases], read)
@@ -223,7 +224,6 @@ def _cut_out(graph: Graph, phases: Mapping[Equation, Phase], given: set[Value], 
                 todo.append(free[value].input)
             elif value not in constants:
                 wanted[value] = None
-        index = {e: i for i, e in enumerate(graph.equations)}
         needs[phase] = list(wanted)
         whole[phase] = sorted((*own[phase], *extra), key=lambda e: index[e])
     programs: list[StageProgram] = []

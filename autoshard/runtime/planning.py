@@ -216,16 +216,19 @@ def _plan_pipeline(
     if not isinstance(options.schedule, Schedule):
         stage_devices(target.cluster, stages)
     tried = [options.microbatches] if options.microbatches else [4 * stages, 2 * stages, stages]
+    refused = ""
     for count in tried:
         way = Way(count, remat)
         try:
             split = programs.split(way)
-        except MicrobatchError:
+        except MicrobatchError as error:
             if count == tried[-1]:
                 raise
+            refused = refused or f"not {count} microbatches: {str(error).splitlines()[0]}"
             continue
         plan, staged = plan_stages(split, programs.prepared(way), info, options, pins, target, search, on_event)
-        why = (*plan.why, MERGED) if options.remat and not remat else plan.why
+        more = (refused, MERGED if options.remat and not remat else "")
+        why = (*plan.why, *(line for line in more if line))
         compiler = functools.partial(compile_stages, staged, info, target.cluster)
         plan = dataclasses.replace(plan, remat=remat, why=why, compiler=compiler)
         return Planned(

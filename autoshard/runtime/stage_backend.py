@@ -240,7 +240,7 @@ def build_pipeline(
         outputs.append(backend.place_of(stage, atom) if stage is not None and isinstance(atom, Value) else whole)
     read, write = reader(planned.template), writer(planned.outputs)
     ambient = jax_compat.ambient_mesh()
-    donated = sorted(info.donated)
+    donated = bool(info.donated)
 
     def run_flat(flat: Sequence[Any], references: Any) -> Any:
         def place_input(position: int, stage: int) -> Any:
@@ -255,7 +255,8 @@ def build_pipeline(
         flat, references = read(values)
         if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
             raise NewSignature
-        if len({id(flat[i]) for i in donated}) < len(donated) or not _settled(flat, inputs):
+        twice = donated and len(set(map(id, flat))) < len(flat)
+        if twice or not _settled(flat, inputs):
             raise NewSignature
         return run_flat(flat, references)
 

@@ -105,6 +105,15 @@ def distances(left: Tree, right: Tree) -> Iterator[tuple[str, float]]:
         yield jax.tree_util.keystr(path), gap / size if size else gap
 
 
+def check_runs(mine: list[Tree], plain: list[Tree], limit: float) -> None:
+    """Asserts that two runs agree after each step, by norm, and in every dtype."""
+    for after, (a, b) in enumerate(zip(mine, plain, strict=True)):
+        for path, gap in distances(a, b):
+            assert gap <= limit, f"{path} differs by {gap:.1e} after step {after + 1}"
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert np.asarray(x).dtype == np.asarray(y).dtype
+
+
 def cast(tree: Tree, dtype: Any) -> Tree:
     """Every float leaf in `dtype` (complex leaves in its complex partner), all leaves as new jax arrays.
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from autoshard import autoshard
-from autoshard.errors import ArgumentError, InfeasibleError, MeshError, MicrobatchError
+from autoshard.errors import ArgumentError, InfeasibleError, MeshError, MicrobatchError, PlanError
 from autoshard.passes import Part
 from autoshard.plan import Plan
 from autoshard.runtime.compiled import Planned
@@ -155,7 +155,9 @@ def test_held_microbatches_at_run_time(schedule: str, held: list[int]) -> None:
 
 def test_an_interleaved_schedule_puts_two_stages_on_each_rank() -> None:
     step, weights, batch = chain()
-    mine = autoshard(step, stages=4, microbatches=4, mesh=None, devices=eager_cluster(), schedule=interleaved(2, 4, 2))
+    mine = autoshard(
+        step, stages=4, microbatches=4, mesh=(2, 2), devices=eager_cluster(), schedule=interleaved(2, 4, 2)
+    )
     placed, _ = mine(weights, batch)
     devices = jax.devices()
     for stage, w in enumerate(placed):
@@ -216,6 +218,8 @@ def test_a_plan_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     assert Plan.from_json(file.read_text()) == plan
+    with pytest.raises(PlanError, match="has 2 stages, stages=4"):
+        autoshard(step, plan=file, stages=4, devices=eager_cluster()).plan(weights, batch)
     again = autoshard(step, plan=file, devices=eager_cluster())
     assert again.plan(weights, batch) == plan
     plain = plainly(step, weights, batch)

@@ -16,6 +16,7 @@ from autoshard.costmodel import LearnedModel, load_model
 from autoshard.errors import ArgumentError, MeshError, explain
 from autoshard.ir import MeshShape
 from autoshard.runtime.pins import Pins, check_pins
+from autoshard.schedules import Schedule
 from autoshard.search import named_mesh
 
 UNITS = {"": 1, "B": 1} | {
@@ -67,6 +68,11 @@ class Options:
     seed: int
     dump_dir: Path | None
     learned_model: LearnedModel | None
+
+    @property
+    def ranks(self) -> int:
+        """Parts that the devices are shared out to: one a stage, unless the schedule has several stages a rank."""
+        return self.schedule.ranks if isinstance(self.schedule, Schedule) else self.stages or 1
 
 
 def check_options(

@@ -22,15 +22,14 @@ from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
 from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.options import Options
-from autoshard.runtime.outputs import FlatFunction, Outputs
+from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.stage_backend import compile_stages
-from autoshard.runtime.stage_planning import plan_stages, restage, stage_devices
+from autoshard.runtime.stage_planning import Staged, plan_stages, restage, stage_devices
 from autoshard.runtime.target import Target, is_explicit
-from autoshard.schedules import Schedule
 from autoshard.search import collection_paused, make_plan, prepare
 from autoshard.show import size_text
 
@@ -144,9 +143,6 @@ def plan_call(
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
     programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
-    if (options.stages or 1) > 1 or any(plan.pipeline is not None for plan in library.loaded):
-        return _plan_pipeline(programs, call, outputs, info, options, pins, target, library, search, on_event, name)
-
     def make(way: Way, memory_limit: int | None, suggest: bool) -> Plan:
         prepared = programs.prepared(way)
         plan = search(
@@ -173,48 +169,67 @@ def plan_call(
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
         return plan, programs.prepared(way_of(plan))
 
+    library = _of_stages(library, options.stages, name)
     plan = known_plan(programs.prepared, asked, info, target, library, name)
-    plan, prepared = choose(options.memory_limit) if plan is None else (plan, programs.prepared(way_of(plan)))
+    staged: Staged | None = None
+    if plan is None and (options.stages or 1) > 1:
+        plan, staged = _plan_pipeline(programs, bool(asked[1]), info, options, pins, target, search, on_event)
+        if merged and options.remat:
+            plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
+    elif plan is None:
+        plan, _ = choose(options.memory_limit)
+    way = way_of(plan)
+    prepared = programs.prepared(way)
+    if plan.pipeline is not None:
+        staged = staged or restage(plan, programs.split(way), info)
+        compiler = functools.partial(compile_stages, staged, info, target.cluster)
+    else:
+        compiler = functools.partial(compile_plan, prepared, target.cluster)
     for i, spec in pins.items():
         pattern = next(p for p in options.pins or {} if matches(p, call.slashes[i]))
-        check_pin(pattern, spec, call.slashes[i], shapes[i], dict(plan.mesh))
-    plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
-    again = None if library.loaded else choose
-    return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again)
+        mesh = plan.mesh
+        if staged is not None and plan.pipeline is not None and i in staged.stages.home:
+            mesh = plan.pipeline.stages[staged.stages.home[i]].mesh
+        check_pin(pattern, spec, call.slashes[i], shapes[i], dict(mesh))
+    plan = dataclasses.replace(plan, compiler=compiler)
+    again = None if library.loaded or staged is not None else choose
+    return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again, staged)
+
+
+def _of_stages(library: Library, stages: int | None, name: str) -> Library:
+    """The library with those of the loaded plans that have the stages asked for.
+
+    Raises:
+      PlanError: plans were loaded, and none of them has.
+    """
+    if stages is None or not library.loaded:
+        return library
+    counts = [1 if plan.pipeline is None else len(plan.pipeline.stages) for plan in library.loaded]
+    loaded = [plan for plan, count in zip(library.loaded, counts, strict=True) if count == stages]
+    if not loaded:
+        raise PlanError(
+            explain(
+                f"the loaded plan of {name} has {counts[-1]} stage{'s' if counts[-1] > 1 else ''}, stages={stages}",
+                "a plan with as many stages as asked for",
+                "leave stages out, or plan again",
+            )
+        )
+    return Library(library.made, loaded)
 
 
 def _plan_pipeline(
     programs: Programs,
-    call: Call,
-    outputs: Outputs,
+    remat: bool,
     info: StepInfo,
     options: Options,
     pins: Mapping[int, Spec],
     target: Target,
-    library: Library,
     search: MakePlan,
     on_event: OnEvent | None,
-    name: str,
-) -> Planned:
-    """A step as a pipeline: planned, or as a loaded plan says."""
-    remat = bool(options.remat) and target.cluster.device(0).kind != "cpu"
-    if library.loaded:
-        asked = (options.microbatches, options.remat)
-        plan = known_plan(programs.prepared, asked, info, target, library, name)
-        assert plan is not None, "loaded plans are used or refused"
-        way = way_of(plan)
-        if plan.pipeline is not None:
-            staged = restage(plan, programs.split(way), info)
-            plan = dataclasses.replace(plan, compiler=functools.partial(compile_stages, staged, info, target.cluster))
-            return Planned(
-                call.template, call.avals, call.paths, outputs, info, programs.prepared(way), plan, target, None, staged
-            )
-        prepared = programs.prepared(way)
-        plan = dataclasses.replace(plan, compiler=functools.partial(compile_plan, prepared, target.cluster))
-        return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target)
+) -> tuple[Plan, Staged]:
+    """A step as a pipeline; the number of microbatches is asked for, or by rule."""
     stages = options.stages or 1
-    if not isinstance(options.schedule, Schedule):
-        stage_devices(target.cluster, stages)
+    stage_devices(target.cluster, options.ranks)
     tried = [options.microbatches] if options.microbatches else [4 * stages, 2 * stages, stages]
     refused = ""
     for count in tried:
@@ -227,13 +242,8 @@ def _plan_pipeline(
             refused = refused or f"not {count} microbatches: {str(error).splitlines()[0]}"
             continue
         plan, staged = plan_stages(split, programs.prepared(way), info, options, pins, target, search, on_event)
-        more = (refused, MERGED if options.remat and not remat else "")
-        why = (*plan.why, *(line for line in more if line))
-        compiler = functools.partial(compile_stages, staged, info, target.cluster)
-        plan = dataclasses.replace(plan, remat=remat, why=why, compiler=compiler)
-        return Planned(
-            call.template, call.avals, call.paths, outputs, info, programs.prepared(way), plan, target, None, staged
-        )
+        why = (*plan.why, refused) if refused else plan.why
+        return dataclasses.replace(plan, remat=remat, why=why), staged
     raise AssertionError("every number of microbatches is planned or refused")
 
 

@@ -56,17 +56,17 @@ def find_target(options: Options) -> Target:
     if around is not None and given is not None:
         _check_same(given, around)
     mesh = given if isinstance(given, jax.sharding.Mesh) else (around if auto or given is None else None)
-    stages = options.stages or 1
+    ranks = options.ranks
     shape = mesh_shape(given) if isinstance(given, jax.sharding.Mesh) else given
-    if stages > 1 and shape is not None and not isinstance(given, jax.sharding.Mesh):
-        shape = shape if shape[0] == (STAGE, stages) and len(shape) > 1 else ((STAGE, stages), *shape)
+    if ranks > 1 and shape is not None and not isinstance(given, jax.sharding.Mesh):
+        shape = shape if shape[0] == (STAGE, ranks) and len(shape) > 1 else ((STAGE, ranks), *shape)
     if shape is None and mesh is not None:
         shape = mesh_shape(mesh)
-    if stages > 1 and mesh is not None and (shape is None or shape[0][1] != stages or len(shape) < 2):
+    if ranks > 1 and mesh is not None and (shape is None or shape[0][1] != ranks or len(shape) < 2):
         raise MeshError(
             explain(
-                f"stages={stages} with the mesh {describe_mesh(mesh)}",
-                f"a mesh of at least two axes whose first has {stages} members, one for each stage",
+                f"{ranks} pipeline ranks with the mesh {describe_mesh(mesh)}",
+                f"a mesh of at least two axes whose first has {ranks} members, one for each rank",
                 "reshape the mesh, or give the mesh of one stage as a shape",
             )
         )

@@ -39,6 +39,7 @@ from .spec import partition_spec as partition_spec
 from .spec import replicated as replicated
 from .spec import spec_axes as spec_axes
 from .spec import spec_of as spec_of
+from .splice import instance as instance
 from .splice import renamed as renamed
 from .splice import scan_equation as scan_equation
 from .splice import splice as splice

@@ -5,6 +5,7 @@ splice(f, [x])   -->   the equations of f, reading x, and the values that stand 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,12 +30,22 @@ def splice(
     """
     graph = trace(fun, [value.aval for value in operands])
     assert not graph.constants, "spliced functions capture nothing"
+    return instance(graph, operands, place, results)
+
+
+def instance(
+    graph: Graph, operands: Sequence[Value], place: Place, results: Sequence[Value] | None = None
+) -> tuple[list[Apply], tuple[Atom, ...]]:
+    """(equations of a graph with values of their own, its results), reading these values; else as `splice`."""
     names: dict[Value, Value] = dict(zip(graph.inputs, operands, strict=True))
     if results is not None:
         for atom, value in zip(graph.outputs, results, strict=True):
             assert isinstance(atom, Value), "a spliced result is no literal"
             assert atom not in names, "a spliced result is made by an equation of its own"
             names[atom] = value
+    for equation in graph.equations:
+        for value in equation.outputs:
+            names.setdefault(value, Value(value.aval))
     equations = [renamed(equation, names, place) for equation in graph.equations]
     return equations, tuple(names.get(a, a) if isinstance(a, Value) else a for a in graph.outputs)
 
@@ -73,6 +84,7 @@ def scan_equation(
     return Apply(primitive, operands, tuple(outputs), settings, (body,), body.effects, context, place)
 
 
+@functools.lru_cache(maxsize=64)
 def _scan_params(consts: int, carries: int, scanned: int, results: int, length: int) -> tuple[Any, Any, Any]:
     """Primitive, parameters and context of a scan with so many operands, as JAX writes them."""
 

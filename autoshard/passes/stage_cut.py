@@ -140,11 +140,12 @@ def cut_stages(step: LoopStep, cuts: Sequence[int], pairs: Sequence[tuple[int, i
     step = lifting.result(step)
     left = [e for e in kinds.backward if e in stage]
     _sink(left, stage, where, gradients, {s.part for s in step.sums} | {v for v, _ in step.stacks})
-    for weight in step.weights:
-        if weight not in home:
-            readers = [stage[e] for e in left if any(weight in _reads(a, weights_of) for a in e.inputs)]
-            if readers:
-                home[weight] = min(readers)
+    late: dict[Value, int] = {}  # weights that only the backward pass reads, by its lowest stage
+    for equation in left:
+        for atom in equation.inputs:
+            for weight in _reads(atom, weights_of):
+                late[weight] = min(stage[equation], late.get(weight, last))
+    home = {**late, **home}
     return Cut(step, last + 1, stage, frozenset(left), home)
 
 
@@ -210,27 +211,26 @@ class _Lifting:
     def __init__(self, step: LoopStep) -> None:
         self._partial = step.partial
         self._lifted: list[Apply] = []
+        self._made: set[Value] = set()
 
     def lifts(self, equation: Apply, stages: set[int], gradients: Mapping[Value, int]) -> bool:
         """Whether an equation reads sums of several stages (or of what was lifted), and so is done after the loop."""
         partial = [a for a in equation.inputs if isinstance(a, Value) and a in self._partial]
-        behind = any(v in self._made() for v in partial)
+        behind = any(v in self._made for v in partial)
         if not partial or not all(v in self._partial for v in equation.outputs):
             return False
         if not behind and (len(stages) < 2 or not all(v in gradients for v in partial)):
             return False
         self._lifted.append(equation)
+        self._made.update(equation.outputs)
         return True
-
-    def _made(self) -> set[Value]:
-        return {v for e in self._lifted for v in e.outputs}
 
     def result(self, step: LoopStep) -> LoopStep:
         """The step with what was lifted among the equations after the loop."""
         if not self._lifted:
             return step
         gone = {id(e) for e in self._lifted}
-        made = self._made()
+        made = self._made
         now: dict[Value, Value] = {}  # part to its total's value, of the part's dtype
         after: list[Apply] = []
         sums = [s for s in step.sums if s.part not in made]

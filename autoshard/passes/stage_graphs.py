@@ -18,16 +18,16 @@ its shape, is made on the weight's stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
 import networkx as nx
 
-from autoshard.ir import Apply, Atom, Graph, Place, Value, renamed, scan_equation, splice, verify
+from autoshard.ir import Apply, Atom, Graph, Place, Value, instance, renamed, scan_equation, splice, trace, verify
 from autoshard.passes.loop_step import Sum
 from autoshard.passes.microbatch import combine, identity
 from autoshard.passes.stage_cut import Cut
@@ -126,6 +126,7 @@ def stage_graphs(cut: Cut, pairs: Sequence[tuple[int, int]]) -> Stages:
     build.find_loop()
     build.place_after()
     build.find_outputs()
+    build.find_rounds()
     graphs = tuple(build.graph(s) for s in range(cut.count))
     home: dict[int, int] = {}
     for i, value in enumerate(cut.step.inputs):
@@ -175,6 +176,12 @@ class _Build:
         self._late = step.weights_of
         self._given: dict[Value, int] = {}  # totals and stacks to their stage
         self._stage_after: dict[Apply, int] = {}
+        self._rounds: list[dict[Value, int]] = [{} for _ in range(cut.count)]
+        self._traced: dict[Hashable, Graph] = {}
+        self._round_of: list[dict[Apply, int]] = [{} for _ in range(cut.count)]
+        self._of_stage: list[list[Apply]] = [[] for _ in range(cut.count)]
+        for equation, stage in cut.stage.items():
+            self._of_stage[stage].append(equation)
 
     # the loop
 
@@ -277,17 +284,19 @@ class _Build:
         where: dict[int, int] = {}
         for number, members in enumerate(nx.connected_components(same)):
             group.update(dict.fromkeys(members, number))
-            homes = [self.home[v] for v in self.step.inputs if v in members and v in self.home]
-            totals = [s for v, s in self._given.items() if v in members]
-            if homes or totals:
-                where[number] = (homes or totals)[0]
+        homes = [(v, self.home[v]) for v in self.step.inputs if v in self.home]
+        for value, stage in (*homes, *self._given.items()):
+            if value in group:
+                where.setdefault(group[value], stage)
+        left: Sequence[Apply] = self.step.after
         changed = True
         while changed:
-            changed = False
-            for equation in self.step.after:
+            changed, again = False, list[Apply]()
+            for equation in left:
                 values = [v for v in (*equation.outputs, *equation.inputs) if isinstance(v, Value) and v.shape]
                 placed = [v for v in values if group[v] in where]
-                if equation in self._stage_after or not placed:
+                if not placed:
+                    again.append(equation)
                     continue
                 stage = where[group[max(placed, key=lambda v: v.nbytes)]]
                 self._stage_after[equation] = stage
@@ -295,6 +304,7 @@ class _Build:
                     if group[value] not in where:
                         where[group[value]] = stage
                 changed = True
+            left = again
         for value in self.step.inputs:
             if value in group and group[value] in where:
                 self.home.setdefault(value, where[group[value]])
@@ -364,28 +374,27 @@ class _Build:
 
     # rounds
 
-    def _find_rounds(self) -> tuple[list[dict[Value, int]], list[dict[Apply, int]]]:
+    def find_rounds(self) -> None:
         """For each stage the round of every value and equation before or after the loop."""
-        rounds: list[dict[Value, int]] = [{} for _ in range(self.cut.count)]
-        of: list[dict[Apply, int]] = [{} for _ in range(self.cut.count)]
-        for equations, key in ((self.step.before, "before"), (self.step.after, "after")):
+        for after, equations in ((False, self.step.before), (True, self.step.after)):
+            makers = self._after_maker if after else self._before_maker
+            holders: dict[Apply, list[int]] = {}
+            for stage, found in enumerate(self._found):
+                for equation in found.after if after else found.before:
+                    holders.setdefault(equation, []).append(stage)
             for equation in equations:
-                for stage, found in enumerate(self._found):
-                    if equation not in (found.before if key == "before" else found.after):
-                        continue
-                    level = 0
+                for stage in holders.get(equation, ()):
+                    level, arrivals = 0, self._found[stage].top_arrivals
                     for atom in equation.inputs:
                         if not isinstance(atom, Value):
                             continue
-                        mine = atom in self._before_maker if key == "before" else atom in self._after_maker
-                        source = found.top_arrivals.get(atom)
-                        if source is not None and (mine or (key == "after" and atom in self._given)):
-                            level = max(level, rounds[source].get(atom, 0) + 1)
+                        mine, source = atom in makers, arrivals.get(atom)
+                        if source is not None and (mine or (after and atom in self._given)):
+                            level = max(level, self._rounds[source].get(atom, 0) + 1)
                         elif mine:
-                            level = max(level, rounds[stage][atom])
-                    rounds[stage].update(dict.fromkeys(equation.outputs, level))
-                    of[stage][equation] = level
-        return rounds, of
+                            level = max(level, self._rounds[stage][atom])
+                    self._rounds[stage].update(dict.fromkeys(equation.outputs, level))
+                    self._round_of[stage][equation] = level
 
     def _arrives(self, value: Value, rounds: Mapping[Value, int]) -> Phase:
         part = Part.BEFORE if value in self._before_maker else Part.AFTER
@@ -396,8 +405,7 @@ class _Build:
     def graph(self, stage: int) -> StageGraph:
         """The graph of a stage."""
         step, found = self.step, self._found[stage]
-        all_rounds, of = self._find_rounds()
-        rounds = of[stage]
+        rounds = self._round_of[stage]
         phase: dict[Value, Phase] = {}
         place = step.loop[0].place
 
@@ -410,7 +418,7 @@ class _Build:
         body, consts, sums, made = self._body(stage, phase, place)
         starts: list[Value] = []
         for each, _, _ in sums:
-            equations, (start,) = splice(_start(each), [], place)
+            equations, (start,) = self._spliced("start", each, [], place)
             assert isinstance(start, Value), "an accumulator is made by an equation"
             before += equations
             phase.update(dict.fromkeys((v for e in equations for v in e.outputs), (Part.BEFORE, 0)))
@@ -450,7 +458,7 @@ class _Build:
             graph,
             {**phase, **made},
             tuple(positions[v] for v in used),
-            tuple((v, source, self._arrives(v, all_rounds[source])) for v, source in found.top_arrivals.items()),
+            tuple((v, source, self._arrives(v, self._rounds[source])) for v, source in found.top_arrivals.items()),
             tuple((v, sources[v], found.arrivals[v]) for v in arrivals),
             tuple(mine),
             departures,
@@ -462,15 +470,24 @@ class _Build:
             tuple((part, stack_of[part]) for part in found.stacks),
         )
 
+    def _spliced(
+        self, what: Literal["start", "add"], each: Sum, operands: Sequence[Value], place: Place
+    ) -> tuple[list[Apply], tuple[Atom, ...]]:
+        """Equations that begin a sum or add to it; like sums are traced once."""
+        part, total = each.part.aval, each.total.aval
+        key = (what, each.reducer, total.shape, total.dtype, total.weak_type, part.dtype, part.weak_type)
+        if key not in self._traced:
+            self._traced[key] = trace(_start(each) if what == "start" else _adds(each), [v.aval for v in operands])
+        return instance(self._traced[key], operands, place)
+
     def _body(
         self, stage: int, phase: dict[Value, Phase], place: Place
     ) -> tuple[Graph, tuple[tuple[Value, Value], ...], tuple[tuple[Sum, Value, Value], ...], dict[Value, Phase]]:
         """The loop's body: forward equations, then backward ones, sums in between."""
         step, found = self.step, self._found[stage]
         when: dict[Apply, Phase] = dict(found.free)
-        for equation, at in self.cut.stage.items():
-            if at == stage:
-                when[equation] = BACKWARD if equation in self.cut.backward else FORWARD
+        for equation in self._of_stage[stage]:
+            when[equation] = BACKWARD if equation in self.cut.backward else FORWARD
         _delay(when, {*found.sums, *found.stacks, *found.departures}, self._index)
         consts = tuple((v, Value(v.aval)) for v in found.consts)
         names: dict[Value, Atom] = dict(consts)
@@ -484,7 +501,7 @@ class _Build:
             for each in step.sums:
                 if each.part in found.sums and made.get(each.part) == part:
                     before = Value(each.total.aval)
-                    added, (after,) = splice(_adds(each), [before, each.part], place)
+                    added, (after,) = self._spliced("add", each, [before, each.part], place)
                     assert isinstance(after, Value), "a sum is an equation"
                     equations += added
                     made.update(dict.fromkeys((v for e in added for v in e.outputs), part))

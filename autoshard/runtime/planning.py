@@ -170,7 +170,7 @@ def plan_call(
         return plan, programs.prepared(way_of(plan))
 
     library = _of_stages(library, options.stages, name)
-    plan = known_plan(programs.prepared, asked, info, target, library, name)
+    plan = known_plan(programs.fingerprint, asked, info, target, library, name)
     staged: Staged | None = None
     if plan is None and (options.stages or 1) > 1:
         plan, staged = _plan_pipeline(programs, bool(asked[1]), info, options, pins, target, search, on_event)
@@ -179,7 +179,7 @@ def plan_call(
     elif plan is None:
         plan, _ = choose(options.memory_limit)
     way = way_of(plan)
-    prepared = programs.prepared(way)
+    prepared = programs.traced if plan.pipeline is not None else programs.prepared(way)
     if plan.pipeline is not None:
         staged = staged or restage(plan, programs.split(way), info)
         compiler = functools.partial(compile_stages, staged, info, target.cluster)
@@ -241,7 +241,7 @@ def _plan_pipeline(
                 raise
             refused = refused or f"not {count} microbatches: {str(error).splitlines()[0]}"
             continue
-        plan, staged = plan_stages(split, programs.prepared(way), info, options, pins, target, search, on_event)
+        plan, staged = plan_stages(split, programs.fingerprint(None), info, options, pins, target, search, on_event)
         why = (*plan.why, refused) if refused else plan.why
         return dataclasses.replace(plan, remat=remat, why=why), staged
     raise AssertionError("every number of microbatches is planned or refused")
@@ -261,6 +261,19 @@ class Programs:
     ) -> None:
         self._fun, self._call, self._info, self._graph, self._on_event = fun, call, info, graph, on_event
         self._prepared: dict[Way, Graph] = {}
+        self._splits: dict[Way, Microbatches] = {}
+        self._fingerprints: dict[Way | None, str] = {}
+
+    @property
+    def traced(self) -> Graph:
+        """The step as it was traced."""
+        return self._graph
+
+    def fingerprint(self, way: Way | None) -> str:
+        """By which plans of the program are known again; None: a pipeline's, which is that of the traced step."""
+        if way not in self._fingerprints:
+            self._fingerprints[way] = fingerprint(self._graph if way is None else self.prepared(way))
+        return self._fingerprints[way]
 
     def prepared(self, way: Way) -> Graph:
         """The graph that plans of this kind speak of.
@@ -279,9 +292,13 @@ class Programs:
         Raises:
           MicrobatchError, ArgumentError: it cannot be.
         """
-        graph, remat = self._written(way)
-        with _automatic_axes():
-            return split_batch(self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply)
+        if way not in self._splits:
+            graph, remat = self._written(way)
+            with _automatic_axes():
+                self._splits[way] = split_batch(
+                    self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply
+                )
+        return self._splits[way]
 
     def _written(self, way: Way) -> tuple[Graph, Remat]:
         """The step before its batch is cut, and what was done to it."""
@@ -300,13 +317,13 @@ class Programs:
         return graph, remat
 
     def _make(self, way: Way) -> Graph:
-        graph, _ = self._written(way)
-        if way.microbatches > 1:
-            split = self.split(way)
-            with _automatic_axes():
-                graph = microbatched(split)
-            if self._on_event is not None:
-                self._on_event("microbatch", graph)
+        if way.microbatches == 1:
+            return self._written(way)[0]
+        split = self.split(way)
+        with _automatic_axes():
+            graph = microbatched(split)
+        if self._on_event is not None:
+            self._on_event("microbatch", graph)
         return graph
 
 
@@ -370,7 +387,7 @@ def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool
 
 
 def known_plan(
-    prepared: Callable[[Way], Graph],
+    known_as: Callable[[Way | None], str],
     asked: tuple[int | None, bool | None],
     info: StepInfo,
     target: Target,
@@ -380,7 +397,7 @@ def known_plan(
     """A plan of the same program for the same devices, None if it has to be searched.
 
     Args:
-      prepared: the program by the way it is made.
+      known_as: the program's fingerprint by the way it is made, of a pipeline for None.
       asked: microbatches and recomputing asked for, None for any.
       info: names and roles.
       target: the devices.
@@ -398,7 +415,7 @@ def known_plan(
         if count not in (None, plan.microbatches) or remat not in (None, plan.remat):
             return False
         try:
-            return plan.fingerprint == fingerprint(prepared(way_of(plan)))
+            return plan.fingerprint == known_as(None if plan.pipeline is not None else way_of(plan))
         except (MicrobatchError, ArgumentError):
             return False
 
@@ -415,7 +432,7 @@ def known_plan(
         raise PlanError(
             explain(
                 f"the loaded plan is of program {last.fingerprint}{made}, "
-                f"{name} called this way is {fingerprint(prepared(Way(count or 1, bool(remat))))}",
+                f"{name} called this way is {known_as(None if last.pipeline is not None else Way(count or 1, bool(remat)))}",
                 "a plan of this step with these shapes, dtypes and static arguments, made with this JAX version",
                 "plan again with .plan(...), or .clear_cache() to forget the loaded plan",
             )

@@ -46,7 +46,7 @@ from autoshard.passes import (
     stage_graphs,
     stage_programs,
 )
-from autoshard.plan import Argument, Memory, PipelinePlan, Plan, fingerprint
+from autoshard.plan import Argument, Memory, PipelinePlan, Plan
 from autoshard.runtime.options import Options
 from autoshard.runtime.target import STAGE, Target
 from autoshard.schedules import (
@@ -152,7 +152,7 @@ def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int]) -> Stages
 
 def plan_stages(
     split: Microbatches,
-    whole: Graph,
+    program: str,
     info: StepInfo,
     options: Options,
     pins: Mapping[int, Spec],
@@ -164,7 +164,7 @@ def plan_stages(
 
     Args:
       split: the step in microbatches.
-      whole: the prepared graph of the step with its loop over microbatches, by which the plan is known again.
+      program: the fingerprint of the traced step, by which the plan is known again.
       info: names and roles of the step.
       options: the decorator's.
       pins: fixed specs of the step's inputs.
@@ -208,7 +208,7 @@ def plan_stages(
         plans.append(plan)
         seconds.append(times)
     staged = Staged(stages, tuple(graphs), schedule)
-    plan = _record(staged, plans, seconds, whole, info, target, devices, cuts)
+    plan = _record(staged, plans, seconds, program, info, target, devices, cuts)
     _check_fits(plan)
     return plan, staged
 
@@ -275,7 +275,7 @@ def _record(
     staged: Staged,
     plans: Sequence[Plan],
     seconds: Sequence[Mapping[Phase, float]],
-    whole: Graph,
+    program: str,
     info: StepInfo,
     target: Target,
     devices: int,
@@ -330,7 +330,7 @@ def _record(
         facts.held_by_stage,
     )
     return Plan(
-        fingerprint=fingerprint(whole),
+        fingerprint=program,
         cluster=target.cluster.name,
         mesh=((STAGE, schedule.ranks), *inner),
         inputs=inputs,

@@ -8,10 +8,10 @@ whole: its programs are runs of their equations (`stage_programs`), in phases:
 
     before r    of the whole step, needs what stages made in `before` up to r - 1
     forward, backward    of a microbatch
-    after r     of the whole step: the update, in as many rounds as scalars travel (a gradient norm: two)
+    after r     of the whole step: the update, in as many rounds as scalars travel (a gradient norm: three)
 
-What is small or uses no weights is computed by every stage that reads it; the update of a weight, and of whatever has
-its shape, is made on the weight's stage.
+What is small or uses no weights is computed by every stage that reads it, what is made of scalars of several stages on
+the last one; the update of a weight, and of whatever has its shape, is made on the weight's stage.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownVariableType=false
@@ -308,6 +308,21 @@ class _Build:
         for value in self.step.inputs:
             if value in group and group[value] in where:
                 self.home.setdefault(value, where[group[value]])
+        self._gather_scalars()
+
+    def _gather_scalars(self) -> None:
+        """What is made of scalars of several stages is computed on the last stage: one number goes back to each stage
+        rather than every number to every stage.
+        """
+        of: dict[Value, frozenset[int]] = {v: frozenset({s}) for v, s in self._given.items()}
+        for equation in self.step.after:
+            if equation not in self._stage_after:
+                sources = frozenset[int]().union(*(of.get(a, ()) for a in equation.inputs if isinstance(a, Value)))
+                if len(sources) < 2:
+                    of.update(dict.fromkeys(equation.outputs, sources))
+                    continue
+                self._stage_after[equation] = self.cut.count - 1
+            of.update(dict.fromkeys(equation.outputs, frozenset({self._stage_after[equation]})))
 
     def find_outputs(self) -> None:
         """Where each of the step's outputs is made, and with it everything after the loop."""

@@ -14,10 +14,10 @@ import jax
 
 from autoshard import jax_compat
 from autoshard.cluster import Cluster, mesh_size
-from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
+from autoshard.errors import ArgumentError, InfeasibleError, MeshError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
 from autoshard.passes import Microbatches, Remat, forward_cuts, microbatched, run_passes
-from autoshard.plan import Plan, fingerprint
+from autoshard.plan import Alternative, Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
 from autoshard.runtime.microbatches import split_batch
@@ -28,7 +28,8 @@ from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.stage_backend import compile_stages
-from autoshard.runtime.stage_planning import Staged, plan_stages, restage, stage_devices
+from autoshard.runtime.stage_planning import Skeleton, Staged, plan_stages, restage, stage_devices
+from autoshard.runtime.stage_search import FIRST, Outline, PipelineSearch, find_units, likely, stage_counts
 from autoshard.runtime.target import Target, is_explicit
 from autoshard.search import collection_paused, make_plan, prepare
 from autoshard.show import size_text
@@ -41,6 +42,23 @@ MERGED = "remat=True: nothing is computed again, XLA's CPU compiler would merge 
 
 WORTH = 0.95
 """More microbatches are tried while twice as many need no more than this part of the memory. Ours."""
+
+LARGE = 6_000
+"""Equations of a step above which pipelines and plans for one mesh are estimated first, and the best one is planned.
+Ours, for plan time: below it the plan for one mesh is always made, with all templates."""
+
+MOST_PLANNED = 2
+"""Pipelines, by their estimate, that are planned. Ours."""
+
+FAR = 1.3
+"""A large step is not planned for one mesh where that is estimated to take so many times as long as a pipeline. Ours:
+estimates were seen to be off by 15 %."""
+
+MOST_TRIED = 4
+"""Outlines that are tried, those that turn out not to fit included. Ours."""
+
+WORTH_STAGES = 0.97
+"""A pipeline is taken where it needs no more than this part of the time on one mesh. Ours: estimates are no better."""
 
 OnEvent = Callable[[str, Any], None]
 
@@ -143,13 +161,13 @@ def plan_call(
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
     programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
-    def make(way: Way, memory_limit: int | None, suggest: bool) -> Plan:
+    def make_on(shape: MeshShape | None, way: Way, memory_limit: int | None, suggest: bool) -> Plan:
         prepared = programs.prepared(way)
         plan = search(
             prepared,
             info,
             target.cluster,
-            target.shape,
+            shape,
             pins=pins,
             memory_limit=memory_limit,
             budget_s=options.budget_s,
@@ -164,7 +182,7 @@ def plan_call(
     asked = (options.microbatches, False if merged else options.remat)
 
     def choose(memory_limit: int | None) -> tuple[Plan, Graph]:
-        plan = choose_way(lambda way, suggest: make(way, memory_limit, suggest), *asked)
+        plan = choose_way(lambda way, suggest: make_on(target.shape, way, memory_limit, suggest), *asked)
         if merged and options.remat:
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
         return plan, programs.prepared(way_of(plan))
@@ -176,6 +194,10 @@ def plan_call(
         plan, staged = _plan_pipeline(programs, bool(asked[1]), info, options, pins, target, search, on_event)
         if merged and options.remat:
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
+    elif plan is None and options.stages is None and target.shape is None and target.cluster.size > 1:
+        plan, staged = _with_or_without_stages(
+            programs, choose, make_on, asked, info, options, pins, target, search, on_event
+        )
     elif plan is None:
         plan, _ = choose(options.memory_limit)
     way = way_of(plan)
@@ -241,10 +263,150 @@ def _plan_pipeline(
                 raise
             refused = refused or f"not {count} microbatches: {str(error).splitlines()[0]}"
             continue
-        plan, staged = plan_stages(split, programs.fingerprint(None), info, options, pins, target, search, on_event)
+        shape = None if target.shape is None else target.shape[1:]
+        skeleton = Skeleton(stages, options.schedule, shape)
+        known = programs.fingerprint(None)
+        plan, staged = plan_stages(split, known, info, skeleton, options, pins, target, search, on_event)
         why = (*plan.why, refused) if refused else plan.why
         return dataclasses.replace(plan, remat=remat, why=why), staged
     raise AssertionError("every number of microbatches is planned or refused")
+
+
+def _with_or_without_stages(
+    programs: Programs,
+    choose: Callable[[int | None], tuple[Plan, Graph]],
+    make_on: Callable[[MeshShape | None, Way, int | None, bool], Plan],
+    asked: tuple[int | None, bool | None],
+    info: StepInfo,
+    options: Options,
+    pins: Mapping[int, Spec],
+    target: Target,
+    search: MakePlan,
+    on_event: OnEvent | None,
+) -> tuple[Plan, Staged | None]:
+    """The quicker of a plan for one mesh and the best pipelines; a large step is first estimated either way.
+
+    Raises:
+      InfeasibleError: nothing fits; the error is that for one mesh.
+    """
+    cluster, limit = target.cluster, options.memory_limit or target.cluster.memory_bytes
+    one: Plan | None = None
+    error: InfeasibleError | None = None
+    large = len(programs.traced.equations) > LARGE
+    if not large:
+        try:
+            one, _ = choose(options.memory_limit)
+        except InfeasibleError as refused:
+            error = refused
+        if one is not None and not likely(WORTH_STAGES * one.time_s, programs.traced, cluster):
+            return one, None
+    outlines, why = _outlines(programs, asked, info, options, target, search, large, on_event)
+    found: list[tuple[Plan, Staged | None]] = [] if one is None else [(one, None)]
+    more, tries, planned = 1.0, 0, set[int]()  # by how much outlines so far needed more memory than estimated
+    for outline in _one_mesh_first(outlines, limit):
+        quickest = min((plan.time_s for plan, _ in found), default=float("inf"))
+        stages = outline.skeleton.stages
+        if (
+            outline.time_s >= WORTH_STAGES * quickest
+            or len(planned - {1}) == (1 if large else MOST_PLANNED)
+            or tries == MOST_TRIED
+        ):
+            break
+        if more * outline.peak_bytes > limit or stages in planned:
+            continue
+        tries += 1
+        way = Way(outline.microbatches, outline.remat)
+        try:
+            if stages == 1:
+                found.append((make_on(outline.skeleton.mesh, way, options.memory_limit, False), None))
+            else:
+                split, known = programs.split(way), programs.fingerprint(None)
+                plan, staged = plan_stages(
+                    split, known, info, outline.skeleton, options, pins, target, search, on_event
+                )
+                found.append((dataclasses.replace(plan, remat=way.remat), staged))
+            planned.add(stages)
+        except (InfeasibleError, MicrobatchError, ArgumentError, MeshError) as refused:
+            why = f"{outline}: {str(refused).splitlines()[0]}"
+            if on_event is not None:
+                on_event("refused", why)
+            if isinstance(refused, InfeasibleError) and refused.need_bytes is not None:
+                more = max(more, refused.need_bytes / max(outline.peak_bytes, 1))
+    if not found and large:
+        return choose(options.memory_limit)[0], None
+    if not found:
+        assert error is not None, "a step is planned or refused"
+        raise error
+    best, staged = min(found, key=lambda each: each[0].time_s)
+    others = [_alternative(plan, best) for plan, _ in found if plan is not best]
+    others += [
+        Alternative(f"{o}, estimated", o.time_s, o.peak_bytes, f"{o.time_s / best.time_s:.2f}x the time")
+        for o in _by_stages(outlines, limit)
+        if o.skeleton.stages not in planned
+    ]
+    lines = (*best.why, f"no pipeline: {why}") if why and staged is None else best.why
+    alternatives = tuple(sorted((*best.alternatives, *others), key=lambda a: a.time_s))
+    return dataclasses.replace(best, alternatives=alternatives, why=lines), staged
+
+
+def _outlines(
+    programs: Programs,
+    asked: tuple[int | None, bool | None],
+    info: StepInfo,
+    options: Options,
+    target: Target,
+    search: MakePlan,
+    large: bool,
+    on_event: OnEvent | None,
+) -> tuple[list[Outline], str]:
+    """Estimated pipelines, best first, or why there are none; of a large step also plans of one mesh."""
+    count, remat = asked
+    split: Microbatches | None = None
+    refused: Exception | None = None
+    for first in FIRST:
+        try:
+            split = programs.split(Way(first))
+            break
+        except MicrobatchError as error:
+            refused = refused or error
+    if split is None:
+        return [], str(refused).splitlines()[0]
+    units = find_units(split, info)
+    if on_event is not None:
+        on_event("units", f"{len(units.kind)} units of {len(set(units.kind))} kinds")
+    limit = options.memory_limit or target.cluster.memory_bytes
+    counts = stage_counts(target.cluster, len(units.kind))
+    made = PipelineSearch(units, info, target.cluster, limit, search, options.seed)
+    found = made.outlines((1, *counts) if large else counts, remat, count)
+    if on_event is not None:
+        for outline in _by_stages(found, limit):
+            on_event("pipeline", f"{outline}: {outline.time_s:.3e} s")
+    return found, ""
+
+
+def _one_mesh_first(outlines: Sequence[Outline], limit: int) -> list[Outline]:
+    """The outlines, of which plans for one mesh come first unless they are far behind."""
+    fitting = [o for o in outlines if o.peak_bytes <= limit]
+    least = min((o.time_s for o in fitting), default=0.0)
+    plain = [o for o in fitting if o.skeleton.stages == 1 and o.time_s <= FAR * least]
+    return [*plain, *(o for o in outlines if o.skeleton.stages > 1)]
+
+
+def _by_stages(outlines: Sequence[Outline], limit: int) -> list[Outline]:
+    """The best outline that fits of each number of stages."""
+    found: dict[int, Outline] = {}
+    for outline in outlines:
+        if outline.peak_bytes <= limit:
+            found.setdefault(outline.skeleton.stages, outline)
+    return list(found.values())
+
+
+def _alternative(plan: Plan, best: Plan) -> Alternative:
+    stages = 1 if plan.pipeline is None else len(plan.pipeline.stages)
+    shape = "x".join(str(n) for _, n in plan.mesh)
+    name = f"one mesh {shape}" if stages == 1 else f"{stages} stages, mesh {shape}"
+    name += "" if way_of(plan) == Way() else f", {way_of(plan)}"
+    return Alternative(name, plan.time_s, plan.memory.peak_bytes, f"{plan.time_s / best.time_s:.2f}x the time")
 
 
 def way_of(plan: Plan) -> Way:
@@ -428,11 +590,11 @@ def known_plan(
     fitting = [plan for plan in library.loaded if belongs(plan)]
     if not fitting:
         last = library.loaded[-1]
+        here = known_as(None if last.pipeline is not None else Way(count or 1, bool(remat)))
         made = f" ({way_of(last)})" if way_of(last) != Way() else ""
         raise PlanError(
             explain(
-                f"the loaded plan is of program {last.fingerprint}{made}, "
-                f"{name} called this way is {known_as(None if last.pipeline is not None else Way(count or 1, bool(remat)))}",
+                f"the loaded plan is of program {last.fingerprint}{made}, {name} called this way is {here}",
                 "a plan of this step with these shapes, dtypes and static arguments, made with this JAX version",
                 "plan again with .plan(...), or .clear_cache() to forget the loaded plan",
             )

@@ -6,31 +6,25 @@ microbatches -> cut -> a graph a stage -> a plan a stage -> schedule -> Plan wit
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.cluster import Cluster
 from autoshard.costmodel import (
-    Sharding,
     Simulation,
-    find_buffers,
-    materialized,
-    peak_memory,
     schedule_tasks,
     simulate,
 )
 from autoshard.errors import ArgumentError, InfeasibleError, MeshError, explain
 from autoshard.ir import (
-    Equation,
     Graph,
     MeshShape,
     Spec,
     StepInfo,
     Value,
     aval_bytes,
-    local_bytes,
     replicated,
     short_type,
 )
@@ -40,14 +34,14 @@ from autoshard.passes import (
     Phase,
     StageGraph,
     Stages,
-    body_phases,
     cut_stages,
+    equation_kinds,
     loop_step,
     stage_graphs,
-    stage_programs,
 )
-from autoshard.plan import Argument, Memory, PipelinePlan, Plan
+from autoshard.plan import Argument, Memory, PipelinePlan, Plan, fingerprint
 from autoshard.runtime.options import Options
+from autoshard.runtime.stage_costs import PhaseTimer, StageNeeds, overlaps, stage_needs
 from autoshard.runtime.target import STAGE, Target
 from autoshard.schedules import (
     Kind,
@@ -60,7 +54,6 @@ from autoshard.schedules import (
     read_schedule,
     verify,
 )
-from autoshard.search import Schedule as StepSchedule
 from autoshard.search import choose_cuts, describe_cuts, prepare
 from autoshard.show import size_text
 from autoshard.timeline import Lane, MemoryCurve, Span, Timeline
@@ -71,6 +64,12 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "eager-1f1b": eager_one_f_one_b,
 }
 """Schedules by the name that the option takes."""
+
+SLACK = (1, 2, 4)
+"""Times the memory limit that a stage's search is given, until a plan fits in pieces. Ours."""
+
+WORTH = 0.99
+"""A schedule other than 1F1B, which holds least, is taken where it needs no more than this part of the time. Ours."""
 
 
 @final
@@ -150,25 +149,47 @@ def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int]) -> Stages
     return stage_graphs(cut_stages(loop_step(split), cuts, info.pairs), info.pairs)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """What is decided of a pipeline before its stages are planned.
+
+    Attributes:
+      stages: how many.
+      schedule: as the option says it; None: the quickest of those by name that fits.
+      mesh: of every rank; None: chosen for each stage.
+      cuts: numbers of the forward equations that begin a stage; None: balanced by roofline time.
+      forward: how many forward equations the step has of which the cuts speak.
+    """
+
+    stages: int
+    schedule: Any = None
+    mesh: MeshShape | None = None
+    cuts: tuple[int, ...] | None = None
+    forward: int = 0
+
+
 def plan_stages(
     split: Microbatches,
     program: str,
     info: StepInfo,
+    skeleton: Skeleton,
     options: Options,
     pins: Mapping[int, Spec],
     target: Target,
     search: Callable[..., Plan],
     on_event: Callable[[str, Any], None] | None,
 ) -> tuple[Plan, Staged]:
-    """Plans a step as a pipeline of `options.stages`.
+    """Plans a step as a pipeline. Stages that are alike, on ranks that are alike, are planned once.
 
     Args:
       split: the step in microbatches.
       program: the fingerprint of the traced step, by which the plan is known again.
       info: names and roles of the step.
+      skeleton: stages, schedule, mesh and cuts.
       options: the decorator's.
       pins: fixed specs of the step's inputs.
-      target: its shape, where there is one, has the stages as its first axis.
+      target: where it shall run.
       search: makes a plan for a stage.
       on_event: called with each part of the planning.
 
@@ -176,76 +197,121 @@ def plan_stages(
       MicrobatchError, MeshError, ArgumentError: the step or the devices cannot be cut like this.
       InfeasibleError: a stage does not fit.
     """
-    count = options.stages or 1
-    schedule = make_schedule(options.schedule, count, split.count)
+    count = skeleton.stages
+    schedule = make_schedule(skeleton.schedule, count, split.count)
     devices = stage_devices(target.cluster, schedule.ranks)
     step = loop_step(split)
-    cuts = choose_cuts(step, count, target.cluster, devices)
+    cuts = skeleton.cuts
+    if cuts is None or len(equation_kinds(step).forward) != skeleton.forward:
+        cuts = choose_cuts(step, count, target.cluster, devices)
     stages = stage_graphs(cut_stages(step, cuts, info.pairs), info.pairs)
     graphs: list[Graph] = []
-    plans: list[Plan] = []
-    seconds: list[dict[Phase, float]] = []
+    found: list[PlannedStage] = []
+    known: dict[Hashable, PlannedStage] = {}
+    held = verify(schedule).held_by_stage
     for stage in stages.graphs:
         graph = prepare(stage.graph, on_event)
         if on_event is not None:
             on_event(f"stage-{stage.stage}", graph)
         rank = schedule.placement[stage.stage]
-        times: dict[Phase, float] = {}
-        plan = search(
-            graph,
-            stage_info(stage, stages, info),
-            target.cluster.part(rank * devices, devices),
-            None if target.shape is None else target.shape[1:],
-            pins={k: pins[i] for k, i in enumerate(stage.inputs) if i in pins},
-            memory_limit=options.memory_limit,
-            budget_s=None if options.budget_s is None else options.budget_s / count,
-            seed=options.seed,
-            on_event=on_event,
-            suggest=False,
-            on_schedule=_Timer(stage, graph, split.count, times),
-        )
+        mine = target.cluster.part(rank * devices, devices)
+        fixed = {k: pins[i] for k, i in enumerate(stage.inputs) if i in pins}
+        names = stage_info(stage, stages, info)
+        key = (fingerprint(graph), mine.nodes, mine.network, mine.wires, tuple(fixed.items()), names.pairs)
+        key = (*key, names.donated)
+        if key not in known:
+            share = None if options.budget_s is None else options.budget_s / count
+            known[key] = _plan_stage(
+                stage,
+                graph,
+                held[stage.stage],
+                split.count,
+                options.memory_limit or mine.memory_bytes,
+                mine.device(0).kind,
+                functools.partial(
+                    search,
+                    graph,
+                    names,
+                    mine,
+                    skeleton.mesh,
+                    pins=fixed,
+                    budget_s=share,
+                    seed=options.seed,
+                    on_event=on_event,
+                    suggest=False,
+                    hoist=False,
+                ),
+            )
         graphs.append(graph)
-        plans.append(plan)
-        seconds.append(times)
-    staged = Staged(stages, tuple(graphs), schedule)
-    plan = _record(staged, plans, seconds, program, info, target, devices, cuts)
-    _check_fits(plan)
-    return plan, staged
+        found.append(_named(known[key], names))
+    choice = [schedule]
+    if skeleton.schedule is None:
+        choice += [eager_one_f_one_b(count, split.count), gpipe(count, split.count)]
+    best: tuple[Plan, Staged] | None = None
+    for each in choice:
+        staged = Staged(stages, tuple(graphs), each)
+        plan = _record(staged, found, program, info, target, devices, cuts)
+        fits = plan.memory.peak_bytes <= plan.memory_limit
+        if best is None or (fits and plan.time_s < WORTH * best[0].time_s):
+            best = plan, staged
+    assert best is not None, "there is a schedule"
+    _check_fits(best[0])
+    return best
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Timer:
-    """Takes from a stage's simulated step the seconds of each of its programs, of one microbatch where in the loop."""
+class PlannedStage:
+    """A stage's plan, and what it takes.
 
-    stage: StageGraph
-    graph: Graph
-    count: int
-    times: dict[Phase, float]
+    Attributes:
+      plan: of its graph.
+      seconds: of each program, of one microbatch where in the loop; gathered_s: the part for gathered weights.
+      needs: bytes.
+    """
 
-    def __call__(self, made: StepSchedule) -> None:
-        phases = body_phases(self.stage, self.graph)
-        of: dict[Equation, Phase] = {}
-        for equation, phase in phases.items():
-            of[equation] = phase
-            for inner in _inside(equation):
-                of[inner] = phase
-        found: dict[Phase, float] = defaultdict(float)
-        for k, (op, _) in enumerate(made.source):
-            phase = of.get(op.equation) if op.equation is not None else None
-            if phase is not None:
-                loop = phase[0] in (Part.FORWARD, Part.BACKWARD)
-                took = made.simulation.end_s(k) - made.simulation.start_s(k)
-                found[phase] += took / (self.count if loop else 1)
-        self.times.update(found)
+    plan: Plan
+    seconds: Mapping[Phase, float]
+    gathered_s: Mapping[Phase, float]
+    needs: StageNeeds
 
 
-def _inside(equation: Equation) -> list[Equation]:
-    found: list[Equation] = []
-    for body in equation.graphs:
-        for inner in body.equations:
-            found += [inner, *_inside(inner)]
-    return found
+def _plan_stage(
+    stage: StageGraph,
+    graph: Graph,
+    held: int,
+    count: int,
+    limit: int,
+    kind: str,
+    search: Callable[..., Plan],
+) -> PlannedStage:
+    """A plan of a stage that fits while it runs.
+
+    The search sees the stage's graph as one program, in which what goes between stages lies in memory for all
+    microbatches; so where nothing fits in that sense, plans of more memory are looked at by what they need in pieces.
+    """
+    refused: InfeasibleError | None = None
+    for factor in SLACK:
+        timer = PhaseTimer(stage, graph, count, overlaps(kind), {})
+        try:
+            plan = search(memory_limit=factor * limit, on_schedule=timer)
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        plan = dataclasses.replace(plan, memory_limit=limit)
+        needs = stage_needs(graph, plan, stage, kind)
+        if factor == 1 or needs.peak(held) <= limit:
+            return PlannedStage(plan, timer.times, timer.gathered, needs)
+    assert refused is not None, "the first search fits or is refused"
+    raise refused
+
+
+def _named(planned: PlannedStage, info: StepInfo) -> PlannedStage:
+    """The same plan with the names of a stage that is alike."""
+    plan = planned.plan
+    inputs = tuple(dataclasses.replace(a, path=p) for a, p in zip(plan.inputs, info.input_paths, strict=True))
+    outputs = tuple(dataclasses.replace(a, path=p) for a, p in zip(plan.outputs, info.output_paths, strict=True))
+    return dataclasses.replace(planned, plan=dataclasses.replace(plan, inputs=inputs, outputs=outputs))
 
 
 def stage_info(stage: StageGraph, stages: Stages, info: StepInfo) -> StepInfo:
@@ -273,8 +339,7 @@ def stage_info(stage: StageGraph, stages: Stages, info: StepInfo) -> StepInfo:
 
 def _record(
     staged: Staged,
-    plans: Sequence[Plan],
-    seconds: Sequence[Mapping[Phase, float]],
+    found: Sequence[PlannedStage],
     program: str,
     info: StepInfo,
     target: Target,
@@ -282,19 +347,17 @@ def _record(
     cuts: tuple[int, ...],
 ) -> Plan:
     stages, schedule = staged.stages, staged.schedule
+    plans, seconds = [each.plan for each in found], [each.seconds for each in found]
     step = stages.cut.step
     facts = verify(schedule)
-    forward = tuple(sum(t for p, t in found.items() if p[0] is Part.FORWARD) for found in seconds)
-    backward = tuple(sum(t for p, t in found.items() if p[0] is Part.BACKWARD) for found in seconds)
+    forward = tuple(sum(t for p, t in times.items() if p[0] is Part.FORWARD) for times in seconds)
+    backward = tuple(sum(t for p, t in times.items() if p[0] is Part.BACKWARD) for times in seconds)
     once = [sum(t for p, t in f.items() if p[0] in (Part.BEFORE, Part.AFTER)) for f in seconds]
     sends = _sends(stages, plans, target.cluster, schedule, devices)
     times = StageTimes(forward, backward, (0.0,) * len(plans), sends if len(plans) > 1 else ())
     simulation = simulate(schedule_tasks(schedule, times))
     time_s = simulation.makespan_s + max(once)
-    memories = [
-        stage_memory(graph, plan, stage, facts.held_by_stage[stage.stage], target.cluster.device(0).kind)
-        for graph, plan, stage in zip(staged.graphs, plans, stages.graphs, strict=True)
-    ]
+    memories = [each.needs.memory(facts.held_by_stage[k]) for k, each in enumerate(found)]
     memory = max(_by_rank(memories, schedule), key=lambda m: m.peak_bytes)
     limit = min(plan.memory_limit for plan in plans)
     alike = len({plan.mesh for plan in plans}) == 1
@@ -384,72 +447,6 @@ def _sends(
             )
         )
     return tuple(found)
-
-
-def stage_memory(graph: Graph, plan: Plan, stage: StageGraph, held: int, kind: str) -> Memory:
-    """Bytes on one device of a stage's rank at the peak of its programs.
-
-    While a program runs there are, beside its results and temporaries: state and inputs; what `before` made; in the
-    loop what is kept from the forward to the backward pass of `held` microbatches (one less in a forward pass).
-
-    Args:
-      graph: the stage's prepared graph.
-      plan: made for it.
-      stage: its parts.
-      held: microbatches.
-      kind: of the devices.
-    """
-    sizes = dict(plan.mesh)
-    decisions = plan.decisions(graph)
-
-    def size(value: Value) -> int:
-        return local_bytes(value.aval, decisions.values.get(value, replicated(len(value.shape))), sizes)
-
-    def way(value: Value, source: Spec, target: Spec) -> tuple[Spec, ...]:
-        return decisions.detours.get((value.shape, source, target), (target,))
-
-    sharding = Sharding(sizes, decisions.values, decisions.operands, {}, {}, way)
-    made = stage_programs(stage, graph)
-    rows, sent = len(stage.loop_arrivals), len(stage.loop_departures)
-    inputs = sum(local_bytes(v.aval, s, sizes) for v, s in zip(graph.inputs, plan.input_specs, strict=True))
-    stacks = sum(
-        local_bytes(v.aval, s, sizes)
-        for v, s in list(zip(graph.inputs, plan.input_specs, strict=True))[len(graph.inputs) - rows :]
-    )
-    results = list(zip(graph.outputs, plan.output_specs, strict=True))
-    outputs = sum(local_bytes(a.aval, s, sizes) for a, s in results[: len(results) - sent])
-    there = inputs - stacks
-    arrivals = {v for v, _, _ in stage.loop_arrivals}
-    backward_reads = {v for p in made.programs if p.phase[0] is Part.BACKWARD for v in p.graph.inputs}
-    forward_makes = {v for p in made.programs if p.phase[0] is Part.FORWARD for v in p.results}
-    kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
-    peak, before = there, 0
-    for program in made.programs:
-        same = [
-            (i, o)
-            for o, v in enumerate(program.results)
-            for i, u in enumerate(program.graph.inputs)
-            if made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v)
-        ]
-        written = materialized(program.graph).__contains__ if kind == "gpu" else None
-        own = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
-        more = own.outputs_bytes + own.temporary_bytes
-        match program.phase[0]:
-            case Part.BEFORE:
-                before += sum(size(v) for v in program.results)
-                peak = max(peak, there + before + own.temporary_bytes)
-            case Part.FORWARD:
-                come = sum(size(v) for v in program.graph.inputs if v in arrivals)
-                peak = max(peak, there + before + (held - 1) * kept + come + more)
-            case Part.BACKWARD:
-                come = sum(size(v) for v in program.graph.inputs if v in arrivals and v not in forward_makes)
-                peak = max(peak, there + before + held * kept + come + more)
-            case Part.AFTER:
-                peak = max(peak, there + before + more)
-    state = plan.memory.state_bytes
-    rest = max(inputs - stacks - state, 0)
-    extra = max(outputs - state, 0)
-    return Memory(state, rest, extra, max(peak - state - rest - extra, 0))
 
 
 def _by_rank(memories: Sequence[Memory], schedule: Schedule) -> list[Memory]:

@@ -11,6 +11,7 @@ from .contest import read_instance as read_instance
 from .contest import write_instance as write_instance
 from .meshes import candidate_meshes as candidate_meshes
 from .meshes import named_mesh as named_mesh
+from .ops import OpKind as OpKind
 from .planner import make_plan as make_plan
 from .planner import prepare as prepare
 from .pricing import step_compute as step_compute
@@ -22,5 +23,8 @@ from .problem import Solution as Solution
 from .problem import Usage as Usage
 from .schedule import Schedule as Schedule
 from .solve import solve as solve
+from .stage_balance import balance as balance
 from .stage_balance import choose_cuts as choose_cuts
+from .stage_balance import crossing_bytes as crossing_bytes
 from .stage_balance import describe_cuts as describe_cuts
+from .stage_balance import unit_boundaries as unit_boundaries

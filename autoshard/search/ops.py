@@ -108,17 +108,18 @@ class Ops:
     tied: dict[Value, list[Value]]
 
 
-def list_ops(graph: Graph, state: Sequence[tuple[int, int]] = ()) -> Ops:
+def list_ops(graph: Graph, state: Sequence[tuple[int, int]] = (), hoist: bool = True) -> Ops:
     """The ops of a graph.
 
     Args:
       graph: what to plan.
       state: (input, output) pairs of the step's state; each output is tied to its input.
+      hoist: False where each trip of an outermost loop is a program of its own, out of which nothing is moved.
 
     Raises:
       UnknownPrimitiveError: an equation has no factor rule.
     """
-    builder = _Builder()
+    builder = _Builder(hoist)
     for value in graph.inputs:
         builder.add(OpKind.INPUT, free_rule((), (value,)), (), (value,), None, 1)
     builder.graph(graph, 1)
@@ -164,7 +165,8 @@ def splittable(atom: Atom) -> bool:
 class _Builder:
     """Ops so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, hoist: bool) -> None:
+        self._hoist = hoist
         self.ops: list[Op] = []
         self.ties: list[Tie] = []
         self._rules: dict[Hashable, FactorRule] = {}
@@ -245,7 +247,8 @@ class _Builder:
         for k, inner in enumerate(body.inputs):
             outer = equation.inputs[k]
             often = self._often.get(outer, times) if isinstance(outer, Value) else times
-            self._enter(equation, k, inner, often if k < consts else inner_times)
+            moved = k < consts and (self._hoist or times > 1)
+            self._enter(equation, k, inner, often if moved else inner_times)
         self.graph(body, inner_times)
         for k in range(len(equation.outputs)):
             if k < carry:

@@ -37,7 +37,7 @@ from autoshard.search.problem import Problem, Solution
 from autoshard.search.record import record_plan
 from autoshard.search.schedule import Schedule, schedule, timeline
 from autoshard.search.solve import solve
-from autoshard.search.templates import restrict, templates
+from autoshard.search.templates import restrict, sharded_state, templates
 from autoshard.show import size_text
 
 OnEvent = Callable[[str, Any], None]
@@ -178,6 +178,9 @@ def make_plan(
     tie: bool = True,
     suggest: bool = True,
     on_schedule: Callable[[Schedule], None] | None = None,
+    compare: bool = True,
+    hoist: bool = True,
+    shard_state: bool = False,
 ) -> Plan:
     """Plans a step.
 
@@ -194,6 +197,9 @@ def make_plan(
       tie: plan repeated layers once.
       suggest: look for a larger cluster if nothing fits.
       on_schedule: called with the simulated step of the plan.
+      compare: solve each template too; they are starts of the search, and the plan's alternatives.
+      hoist: as `list_ops` takes it.
+      shard_state: split state over all axes wherever it divides.
 
     Raises:
       InfeasibleError: nothing fits the memory limit; names the need, and a larger cluster that would do.
@@ -201,7 +207,7 @@ def make_plan(
     """
     tell = on_event or _silent
     limit = memory_limit if memory_limit is not None else cluster.memory_bytes
-    task = _task(graph, info, pins, limit, cluster.device(0))
+    task = _task(graph, info, pins, limit, cluster.device(0), hoist)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster)
     for shape in meshes:
         _check_mesh(shape, cluster)
@@ -209,7 +215,17 @@ def make_plan(
     found: list[Candidate] = []
     for shape in meshes:
         tell("mesh", shape)
-        found += plan_mesh(task, cluster, shape, budget_s=budget, seed=seed, tie=tie, tell=tell)
+        found += plan_mesh(
+            task,
+            cluster,
+            shape,
+            budget_s=budget,
+            seed=seed,
+            tie=tie,
+            tell=tell,
+            compare=compare,
+            shard_state=shard_state,
+        )
     chosen = _choose(task, found)
     if chosen is None:
         enough = _larger(task, cluster, mesh, found, seed) if suggest else ""
@@ -247,7 +263,16 @@ def _silent(_name: str, _what: Any) -> None:
 
 
 def plan_mesh(
-    task: Task, cluster: Cluster, mesh: MeshShape, *, budget_s: float, seed: int, tie: bool, tell: OnEvent
+    task: Task,
+    cluster: Cluster,
+    mesh: MeshShape,
+    *,
+    budget_s: float,
+    seed: int,
+    tie: bool,
+    tell: OnEvent,
+    compare: bool = True,
+    shard_state: bool = False,
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
@@ -255,9 +280,11 @@ def plan_mesh(
     model = build_model(task.ops, mesh, task.pins, tie, task.written)
     ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
     problem = build_problem(model, pricer)
+    if shard_state:
+        problem = restrict(problem, model, sharded_state(mesh), task.state, pricer.sizes, task.pins) or problem
     tell("problem", f"{len(problem.costs)} decisions, {sum(len(c) for c in problem.costs)} choices")
     found: list[Candidate] = []
-    for template in templates(mesh):
+    for template in templates(mesh) if compare else ():
         narrow = restrict(problem, model, template, task.state, pricer.sizes, task.pins)
         if narrow is None:
             continue
@@ -392,8 +419,8 @@ def _exact(task: Task, ground: Ground, solution: Solution) -> Exact:
     return Exact(replace(layout, compute_s=layout.compute_s + pages_s), buffers, memory, pages_s)
 
 
-def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, device: DeviceSpec) -> Task:
-    ops = list_ops(graph, info.pairs)
+def _task(graph: Graph, info: StepInfo, pins: Mapping[int, Spec], limit: int, device: DeviceSpec, hoist: bool) -> Task:
+    ops = list_ops(graph, info.pairs, hoist)
     given = set(info.donated)
     donated = tuple((i, o) for i, o in info.pairs if i in given)
     written = materialized(graph)

@@ -23,6 +23,13 @@ from autoshard.show import size_text
 BOUNDARIES = 192
 """Boundaries that are tried. Ours: 192 are exact for every program of the zoo of up to as many equations."""
 
+LOWER, NEAR = 1.5, 12
+"""A low point is compared with as many on each side, and is none if it is so many times as high. Ours: the second is
+more than an attention block has, the first less than between its inside and the residual stream around it."""
+
+FEW = 16
+"""With fewer low points than this every boundary may be a cut. Ours."""
+
 
 def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> tuple[int, ...]:
     """Numbers of the forward equations that begin a stage.
@@ -72,9 +79,47 @@ def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> 
     link = cluster.link_between(0, devices) if cluster.size > devices else None
     rate = link.bytes_per_s if link is not None else float("inf")
     sends = [2 * c / rate for c in crossing]
+    return balance(points, seconds, sends, stages)
+
+
+def balance(points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The cuts of the module's text.
+
+    Args:
+      points: boundaries to choose from, ascending, at least one less than stages.
+      seconds: of each forward equation, with the backward equations that go with it.
+      sends: seconds that what crosses before each forward equation is on its way, both ways.
+      stages: how many.
+    """
     limit, _ = _least_largest(points, seconds, sends, stages)
     allowed = [k for k in points if sends[k] <= limit]
     return _least_largest(allowed, seconds, sends, stages, together=True)[1]
+
+
+def unit_boundaries(step: LoopStep) -> tuple[int, ...]:
+    """Boundaries where less crosses than around them (for a residual network, those of its blocks), ascending.
+
+    A low point that has lower ones near it on both sides is none. Where there are few, all boundaries, or those of
+    `BOUNDARIES` slices of as many equations.
+    """
+    crossing = crossing_bytes(step)
+    count = len(crossing)
+    low = [
+        k
+        for k in range(1, count)
+        if crossing[k] <= crossing[k - 1] and (k + 1 == count or crossing[k] < crossing[k + 1])
+    ]
+    heights = [crossing[k] for k in low]
+    low = [
+        k
+        for i, k in enumerate(low)
+        if LOWER * min(heights[max(i - NEAR, 0) : i], default=heights[i]) > heights[i]
+        or LOWER * min(heights[i + 1 : i + 1 + NEAR], default=heights[i]) > heights[i]
+    ]
+    if len(low) >= min(FEW, count - 1):
+        return tuple(low)
+    slices = min(BOUNDARIES, count)
+    return tuple(sorted({count * k // slices for k in range(1, slices)}))
 
 
 def _seconds(equation: Apply, cluster: Cluster) -> float:
@@ -86,6 +131,11 @@ def _seconds(equation: Apply, cluster: Cluster) -> float:
         equation, [atom.shape for atom in equation.inputs], [value.shape for value in equation.outputs]
     )
     return time_s(cost, cluster.device(0))
+
+
+def crossing_bytes(step: LoopStep) -> list[int]:
+    """Bytes of a microbatch that cross the boundary before each forward equation, on the way forward."""
+    return _crossing(equation_kinds(step).forward)
 
 
 def _crossing(forward: Sequence[Apply]) -> list[int]:
@@ -140,5 +190,5 @@ def _least_largest(
 
 def describe_cuts(step: LoopStep, cuts: Sequence[int]) -> str:
     """What crosses each cut, in words."""
-    crossing = _crossing(equation_kinds(step).forward)
+    crossing = crossing_bytes(step)
     return ", ".join(size_text(crossing[c]) for c in cuts)

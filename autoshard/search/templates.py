@@ -35,13 +35,13 @@ class Template:
       name: as shown in the plan.
       state_axes: axes that state may use.
       whole_state: whether state leaves must use all of these axes wherever they divide.
-      batch_axes: axes that the first dimension of other arguments is split over.
+      batch_axes: axes that the first dimension of other arguments is split over, None for any sharding.
     """
 
     name: str
     state_axes: tuple[str, ...]
     whole_state: bool
-    batch_axes: tuple[str, ...]
+    batch_axes: tuple[str, ...] | None
 
 
 def templates(mesh: MeshShape) -> list[Template]:
@@ -57,6 +57,11 @@ def templates(mesh: MeshShape) -> list[Template]:
     if len(names) > 1:
         found.append(Template("hybrid (tensor parallel, fully sharded)", names, True, names[:-1]))
     return found
+
+
+def sharded_state(mesh: MeshShape) -> Template:
+    """State split over all axes, the rest as the search finds it."""
+    return Template("state fully sharded", tuple(axis for axis, size in mesh if size > 1), True, None)
 
 
 def restrict(
@@ -96,6 +101,8 @@ def _state(template: Template, value: Value, choice: Choice, mesh: Mapping[str, 
 
 def _batch(template: Template, value: Value, choice: Choice, mesh: Mapping[str, int]) -> bool:
     spec = choice.results[0]
+    if template.batch_axes is None:
+        return True
     if not value.shape or value.shape[0] == 1:
         return not spec_axes(spec)
     parts = axes_size(template.batch_axes, mesh)

@@ -1,0 +1,388 @@
+"""Which pipelines are worth planning: stages x microbatches x mesh of a rank x recomputing, by a table of unit costs.
+
+The forward pass falls into units (the blocks of a residual network) at the boundaries where least crosses. Units that
+are alike are planned once for each number of devices, each with its backward pass and update, so the time this takes
+grows with the kinds of units and not with depth. From f, b (seconds of a microbatch forward and backward), once (of a
+step) and bytes of each unit:
+
+    stage s   =  a run of units, by the dynamic programme of `stage_balance`;  f(s), b(s), once(s) their sums
+    time      =  sum f + b  +  (M - 1) max (f + b)  +  max once    over stages, and sends between them as stages
+    M others  =  f and b in proportion, save for the gathering of weights, which every microbatch does (on GPUs beside
+                 the rest)
+    recompute =  b + f,  kept(s) what arrives, working(s) + the largest unit's kept
+
+One process dispatches every program of a node, which takes `DISPATCH_S` each: no pipeline is quicker than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from autoshard.cluster import Cluster
+from autoshard.costmodel import Block, equation_cost, time_s
+from autoshard.errors import InfeasibleError
+from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, trip_count
+from autoshard.passes import Microbatches, Part, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
+from autoshard.plan import Plan
+from autoshard.runtime.stage_costs import PhaseTimer, StageNeeds, overlaps, stage_needs
+from autoshard.runtime.stage_planning import Skeleton, stage_info
+from autoshard.search import balance, candidate_meshes, crossing_bytes, prepare, unit_boundaries
+
+DISPATCH_S = 150e-6
+"""Seconds to dispatch one program and move its results. Measured: bench/pipeline_driver, 2.7 % of 5.8 ms a program."""
+
+MOST_MICROBATCHES = 16
+"""Microbatches for each stage at most; then stages are idle for 6 % of the time. Ours."""
+
+MOST_STAGES = 5
+"""Numbers of stages that are tried, spread evenly by their logarithm. Ours, for plan time."""
+
+FIRST = (4, 2, 3)
+"""Microbatches for which the table is made, the first of which divides the batch. Ours: few, so that most meshes can
+split a microbatch's examples."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """One unit on one mesh, with the table's microbatches.
+
+    Attributes:
+      forward_s, backward_s: of a microbatch, without the gathering of weights.
+      gathered_forward_s, gathered_backward_s: for that.
+      once_s: of a step.
+      needs: bytes on a device.
+    """
+
+    forward_s: float
+    backward_s: float
+    gathered_forward_s: float
+    gathered_backward_s: float
+    once_s: float
+    needs: StageNeeds
+
+    def times(self, factor: float) -> UnitCost:
+        """Of a unit that is so many times as much."""
+        return UnitCost(
+            factor * self.forward_s,
+            factor * self.backward_s,
+            factor * self.gathered_forward_s,
+            factor * self.gathered_backward_s,
+            factor * self.once_s,
+            self.needs.times(factor),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A pipeline that is estimated but not planned.
+
+    Attributes:
+      skeleton: stages, mesh and cuts.
+      microbatches: how many.
+      remat: whether the forward pass is computed again.
+      time_s: of a step.
+      peak_bytes: on the fullest device.
+    """
+
+    skeleton: Skeleton
+    microbatches: int
+    remat: bool
+    time_s: float
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        again = " recomputing" if self.remat else ""
+        mesh = "x".join(str(n) for _, n in self.skeleton.mesh or ())
+        return f"{self.skeleton.stages} stages of {mesh}, {self.microbatches} microbatches{again}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Units:
+    """A step cut into units.
+
+    Attributes:
+      split: in the table's microbatches.
+      stages: the units as stages.
+      starts: the forward equation that each unit begins with, without the first unit's.
+      kind: of each unit, by its forward equations.
+      sent: bytes that cross before each forward equation.
+      batch: examples.
+    """
+
+    split: Microbatches
+    stages: Stages
+    starts: tuple[int, ...]
+    kind: tuple[Hashable, ...]
+    sent: tuple[int, ...]
+    batch: int
+
+
+def batch_size(split: Microbatches) -> int:
+    """Examples of a step."""
+    position, axis = next(iter(split.batch.items()))
+    return split.graph.inputs[position].shape[axis.dim]
+
+
+def find_units(split: Microbatches, info: StepInfo) -> Units:
+    """The units of a step."""
+    step = loop_step(split)
+    starts = unit_boundaries(step)
+    forward = equation_kinds(step).forward
+    kinds: list[Hashable] = []
+    for begin, end in zip((0, *starts), (*starts, len(forward)), strict=True):
+        kinds.append(tuple(_look(e) for e in forward[begin:end]))
+    stages = stage_graphs(cut_stages(step, starts, info.pairs), info.pairs)
+    return Units(split, stages, starts, tuple(kinds), tuple(crossing_bytes(step)), batch_size(split))
+
+
+def _look(equation: Apply) -> Hashable:
+    return (
+        equation.name,
+        tuple((a.shape, a.dtype) for a in equation.inputs),
+        tuple((v.shape, v.dtype) for v in equation.outputs),
+    )
+
+
+def stage_counts(cluster: Cluster, units: int) -> tuple[int, ...]:
+    """Numbers of stages to try: each rank is part of a node, or whole nodes."""
+    size, node = cluster.size, min(n.count for n in cluster.nodes)
+    found = [
+        s
+        for s in range(2, min(size, units) + 1)
+        if size % s == 0 and ((size // s) % node == 0 or node % (size // s) == 0)
+    ]
+    if len(found) <= MOST_STAGES:
+        return tuple(found)
+    wanted = [found[0] * (found[-1] / found[0]) ** (k / (MOST_STAGES - 1)) for k in range(MOST_STAGES)]
+    return tuple(dict.fromkeys(min(found, key=lambda s, w=w: abs(s / w - w / s)) for w in wanted))
+
+
+def ideal_s(graph: Graph, cluster: Cluster) -> float:
+    """Roofline time of a step's matrix products and convolutions, were they shared evenly: no plan is quicker."""
+
+    def seconds(equations: Sequence[Equation]) -> float:
+        total = 0.0
+        for equation in equations:
+            if not isinstance(equation, Apply):
+                continue
+            if equation.graphs:
+                total += trip_count(equation) * max(seconds(body.equations) for body in equation.graphs)
+            elif equation.name in ("dot_general", "conv_general_dilated"):
+                shapes = [a.shape for a in equation.inputs], [v.shape for v in equation.outputs]
+                total += time_s(equation_cost(equation, *shapes), cluster.device(0))
+        return total
+
+    return seconds(graph.equations) / cluster.size
+
+
+@final
+class PipelineSearch:
+    """Estimates pipelines of a step."""
+
+    def __init__(
+        self,
+        units: Units,
+        info: StepInfo,
+        cluster: Cluster,
+        memory_limit: int,
+        search: Callable[..., Plan],
+        seed: int,
+    ) -> None:
+        self._units, self._info, self._cluster = units, info, cluster
+        self._limit, self._search, self._seed = memory_limit, search, seed
+        self._graphs: dict[int, Graph] = {}
+        self._costs: dict[Hashable, UnitCost | None] = {}
+        count: dict[Hashable, int] = {}
+        for kind in units.kind:
+            count[kind] = count.get(kind, 0) + 1
+        numbers: dict[Hashable, list[int]] = {}
+        for number, kind in enumerate(units.kind):
+            numbers.setdefault(kind, []).append(number)
+        self._model = {kind: members[len(members) // 2] for kind, members in numbers.items()}
+        made = {kind: self._made(number) for kind, number in self._model.items()}
+        self._order = sorted(self._model, key=lambda kind: -count[kind] * made[kind])
+        self._bulk = {kind: made[kind] / (made[self._order[0]] or 1.0) for kind in made}
+
+    def _made(self, number: int) -> float:
+        """How much of the step a unit is, roughly: bytes that its equations make."""
+        graph = self._units.stages.graphs[number]
+        body = graph.loop_of(graph.graph).graphs[0]
+        return float(sum(v.nbytes for e in body.equations for v in e.outputs))
+
+    def outlines(self, counts: Sequence[int], remat: bool | None, microbatches: int | None) -> list[Outline]:
+        """Pipelines by estimated time, those that fit first.
+
+        The mesh of a number of stages is chosen as if all units were like the weightiest kind.
+
+        Args:
+          counts: of stages.
+          remat: whether to recompute, None for where it is needed.
+          microbatches: how many, None to choose.
+        """
+        found: list[Outline] = []
+        for stages in counts:
+            part = self._cluster.part(0, self._cluster.size // stages)
+            rough: list[Outline] = []
+            for mesh in candidate_meshes(part):
+                cost = self._cost(self._order[0], part, mesh, False)
+                if cost is not None:
+                    costs = [cost.times(self._bulk[kind]) for kind in self._units.kind]
+                    rough += self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
+            best = min(rough, key=self._rank, default=None)
+            if best is None:
+                continue
+            mesh = best.skeleton.mesh
+            assert mesh is not None, "an outline has a mesh"
+            for shard_state in (False, True) if part.size > 1 else (False,):
+                known = {kind: self._cost(kind, part, mesh, shard_state) for kind in self._order}
+                costs = [cost for kind in self._units.kind if (cost := known[kind]) is not None]
+                if len(costs) < len(self._units.kind):
+                    continue
+                mine = list(self._with_microbatches(stages, part, mesh, costs, remat, microbatches))
+                found += mine
+                if any(o.peak_bytes <= self._limit and not o.remat for o in mine):
+                    break
+        return sorted(found, key=self._rank)
+
+    def _rank(self, outline: Outline) -> tuple[bool, float]:
+        return outline.peak_bytes > self._limit, outline.time_s
+
+    def _cost(self, kind: Hashable, part: Cluster, mesh: MeshShape, shard_state: bool) -> UnitCost | None:
+        number = self._model[kind]
+        key = (number, part.size, mesh, shard_state)
+        if key not in self._costs:
+            self._costs[key] = self._plan_unit(number, part, mesh, shard_state)
+        return self._costs[key]
+
+    def _plan_unit(self, number: int, part: Cluster, mesh: MeshShape, shard_state: bool) -> UnitCost | None:
+        unit = self._units.stages.graphs[number]
+        if number not in self._graphs:
+            self._graphs[number] = prepare(unit.graph)
+        graph = self._graphs[number]
+        timer = PhaseTimer(unit, graph, self._units.split.count, False, {})
+        try:
+            plan = self._search(
+                graph,
+                stage_info(unit, self._units.stages, self._info),
+                part,
+                mesh,
+                pins={},
+                memory_limit=2**60,
+                budget_s=None,
+                seed=self._seed,
+                suggest=False,
+                on_schedule=timer,
+                compare=False,
+                hoist=False,
+                shard_state=shard_state,
+            )
+        except InfeasibleError:
+            return None
+        seconds: dict[Part, float] = {}
+        for (phase, _), took in timer.times.items():
+            seconds[phase] = seconds.get(phase, 0.0) + took
+        needs = stage_needs(graph, plan, unit, part.device(0).kind)
+        once = seconds.get(Part.BEFORE, 0.0) + seconds.get(Part.AFTER, 0.0)
+        gathered = {part: took for (part, _), took in timer.gathered.items()}
+        forward, backward = gathered.get(Part.FORWARD, 0.0), gathered.get(Part.BACKWARD, 0.0)
+        return UnitCost(
+            seconds.get(Part.FORWARD, 0.0) - forward,
+            seconds.get(Part.BACKWARD, 0.0) - backward,
+            forward,
+            backward,
+            once,
+            needs,
+        )
+
+    def _with_microbatches(
+        self,
+        stages: int,
+        part: Cluster,
+        mesh: MeshShape,
+        costs: Sequence[UnitCost],
+        remat: bool | None,
+        microbatches: int | None,
+    ) -> Iterable[Outline]:
+        batch = self._units.batch
+        tried = [m for m in range(1, MOST_MICROBATCHES * stages + 1) if batch % m == 0 and m >= min(stages, batch)]
+        tried = [m for m in tried if not tried or m in _spread(tried)]
+        for count in tried if microbatches is None else [microbatches]:
+            for recompute in (False, True) if remat is None else (remat,):
+                found = self._outline(stages, part, mesh, costs, count, recompute)
+                if found is None:
+                    continue
+                yield found
+                if found.peak_bytes <= self._limit:
+                    break
+
+    def _seconds(self, costs: Sequence[UnitCost], share: float, remat: bool) -> tuple[float, float]:
+        """Forward and backward of a stage of these units; weights of one are gathered while another computes."""
+        forward = share * sum(c.forward_s for c in costs)
+        backward = share * sum(c.backward_s for c in costs) + (forward if remat else 0.0)
+        gathered = sum(c.gathered_forward_s for c in costs), sum(c.gathered_backward_s for c in costs)
+        if overlaps(self._cluster.device(0).kind):
+            return max(forward, gathered[0]), max(backward, gathered[1])
+        return forward + gathered[0], backward + gathered[1]
+
+    def _outline(
+        self, stages: int, part: Cluster, mesh: MeshShape, costs: Sequence[UnitCost], count: int, remat: bool
+    ) -> Outline | None:
+        units, share = self._units, self._units.split.count / count
+        if share < 1 and dict(mesh).get("data", 1) > max(units.batch // count, 1):
+            return None  # the table's plans split examples that such microbatches do not have
+        begins = (0, *units.starts)
+        seconds = [0.0] * len(units.sent)
+        for begin, cost in zip(begins, costs, strict=True):
+            seconds[begin] = sum(self._seconds([cost], share, remat))
+        devices = part.size
+        rate, latency = float("inf"), 0.0
+        if stages > 1:
+            link = self._cluster.link_between(0, devices)
+            rate, latency = link.bytes_per_s, link.latency_s
+        sends = [2 * (latency + share * nbytes / devices / rate) if nbytes else 0.0 for nbytes in units.sent]
+        cuts = balance(units.starts, seconds, sends, stages) if stages > 1 else ()
+        numbers = [begins.index(cut) for cut in cuts]
+        blocks: list[Block] = []
+        peak = 0
+        for s, (i, j) in enumerate(zip((0, *numbers), (*numbers, len(costs)), strict=True)):
+            once = sum(cost.once_s for cost in costs[i:j])
+            blocks.append(Block(*self._seconds(costs[i:j], share, remat), once))
+            if s < len(cuts):
+                blocks.append(Block(sends[cuts[s]] / 2, sends[cuts[s]] / 2))
+            peak = max(peak, _peak([cost.needs for cost in costs[i:j]], min(stages - s, count), share, remat))
+        both = [block.forward_s + block.backward_s for block in blocks]
+        total = sum(both) + (count - 1) * max(both) + max(block.all_reduce_s for block in blocks)
+        dispatched = 2 * stages * count * DISPATCH_S / len(self._cluster.nodes) if stages > 1 else 0.0
+        skeleton = Skeleton(stages, None, mesh, cuts if stages > 1 else None, len(units.sent))
+        return Outline(skeleton, count, remat, max(total, dispatched), peak)
+
+
+def _spread(counts: Sequence[int]) -> list[int]:
+    """Some of these counts, each at least about 1.5 times the one before."""
+    found: list[int] = []
+    for count in counts:
+        if not found or count >= 1.5 * found[-1]:
+            found.append(count)
+    return found
+
+
+def _peak(needs: Sequence[StageNeeds], held: int, share: float, remat: bool) -> int:
+    """Bytes of a stage of these units with so many microbatches held, each `share` of the table's."""
+    rest = sum(n.there + n.before for n in needs)
+    kept = share * (needs[0].arriving if remat else sum(n.kept for n in needs))
+    working = max(max(n.forward, n.backward) for n in needs)
+    if remat:
+        kept += share * sum(n.arriving for n in needs[1:])
+        working += max(n.kept for n in needs)
+    return int(rest + max(held * kept + share * working, max(n.after for n in needs)))
+
+
+def likely(one_mesh_s: float, graph: Graph, cluster: Cluster) -> bool:
+    """Whether some pipeline could be quicker than a plan for one mesh: two stages, no communication, perfect shares."""
+    dispatched = 2 * 2 * 2 * DISPATCH_S / len(cluster.nodes)
+    return max(ideal_s(graph, cluster) * (1 + 1 / (2 * MOST_MICROBATCHES)), dispatched) < one_mesh_s

@@ -65,8 +65,11 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
 }
 """Schedules by the name that the option takes."""
 
-SLACK = (1, 2, 4)
-"""Times the memory limit that a stage's search is given, until a plan fits in pieces. Ours."""
+ATTEMPTS = 3
+"""Memory limits that a stage is planned with until its plan fits in pieces. Ours."""
+
+MOST_ACTIONS = 2048
+"""Stages times microbatches up to which other schedules than 1F1B are simulated too. Ours, for plan time."""
 
 WORTH = 0.99
 """A schedule other than 1F1B, which holds least, is taken where it needs no more than this part of the time. Ours."""
@@ -245,7 +248,7 @@ def plan_stages(
         graphs.append(graph)
         found.append(_named(known[key], names))
     choice = [schedule]
-    if skeleton.schedule is None:
+    if skeleton.schedule is None and count * split.count <= MOST_ACTIONS:
         choice += [eager_one_f_one_b(count, split.count), gpipe(count, split.count)]
     best: tuple[Plan, Staged] | None = None
     for each in choice:
@@ -288,21 +291,33 @@ def _plan_stage(
     """A plan of a stage that fits while it runs.
 
     The search sees the stage's graph as one program, in which what goes between stages lies in memory for all
-    microbatches; so where nothing fits in that sense, plans of more memory are looked at by what they need in pieces.
+    microbatches, and what microbatches keep in between for one. So where nothing fits in that sense it may use more, and
+    where a plan does not fit in pieces, less. The caller checks the whole.
     """
     refused: InfeasibleError | None = None
-    for factor in SLACK:
+    closest: PlannedStage | None = None
+    allowed = float(limit)
+    for _ in range(ATTEMPTS):
         timer = PhaseTimer(stage, graph, count, overlaps(kind), {})
         try:
-            plan = search(memory_limit=factor * limit, on_schedule=timer)
+            plan = search(memory_limit=int(allowed), on_schedule=timer)
         except InfeasibleError as error:
             refused = refused or error
+            if closest is not None:
+                break
+            allowed *= 2
             continue
         plan = dataclasses.replace(plan, memory_limit=limit)
         needs = stage_needs(graph, plan, stage, kind)
-        if factor == 1 or needs.peak(held) <= limit:
-            return PlannedStage(plan, timer.times, timer.gathered, needs)
-    assert refused is not None, "the first search fits or is refused"
+        peak = needs.peak(held)
+        if closest is None or peak < closest.needs.peak(held):
+            closest = PlannedStage(plan, timer.times, timer.gathered, needs)
+        if peak <= limit or allowed > limit:
+            break
+        allowed *= 0.95 * limit / peak
+    if closest is not None:
+        return closest
+    assert refused is not None, "a search finds a plan or is refused"
     raise refused
 
 

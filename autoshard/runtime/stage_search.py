@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from enum import Enum
+from typing import Any, final
 
 from autoshard.cluster import Cluster
 from autoshard.costmodel import Block, equation_cost, time_s
 from autoshard.errors import InfeasibleError
-from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, trip_count
-from autoshard.passes import Microbatches, Part, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
+from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, Value, trip_count
+from autoshard.passes import Microbatches, Part, StageGraph, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
 from autoshard.plan import Plan
 from autoshard.runtime.stage_costs import PhaseTimer, StageNeeds, overlaps, stage_needs
 from autoshard.runtime.stage_planning import Skeleton, stage_info
@@ -36,12 +37,27 @@ DISPATCH_S = 150e-6
 MOST_MICROBATCHES = 16
 """Microbatches for each stage at most; then stages are idle for 6 % of the time. Ours."""
 
-MOST_STAGES = 5
+REFINED = 3
+"""Numbers of stages for which all kinds of units are looked at. Ours, for plan time."""
+
+MOST_STAGES = 8
 """Numbers of stages that are tried, spread evenly by their logarithm. Ours, for plan time."""
+
+ALL_AXES = 9
+"""More axes than a mesh has."""
 
 FIRST = (4, 2, 3)
 """Microbatches for which the table is made, the first of which divides the batch. Ours: few, so that most meshes can
 split a microbatch's examples."""
+
+
+@final
+class Split(Enum):
+    """Over which of a rank's devices the state is split."""
+
+    FREE = "as is quickest"
+    INNER = "weights over the inner axis (Megatron), what only the update reads over all (ZeRO-1)"
+    ALL = "all of it over all (ZeRO-3)"
 
 
 @final
@@ -197,6 +213,8 @@ class PipelineSearch:
         self._limit, self._search, self._seed = memory_limit, search, seed
         self._graphs: dict[int, Graph] = {}
         self._costs: dict[Hashable, UnitCost | None] = {}
+        self._known: dict[Any, Any] = {}  # problems, for `make_plan`
+        self._cuts: dict[Hashable, tuple[Sequence[UnitCost], tuple[int, ...]]] = {}  # keeps what its keys are ids of
         count: dict[Hashable, int] = {}
         for kind in units.kind:
             count[kind] = count.get(kind, 0) + 1
@@ -217,49 +235,54 @@ class PipelineSearch:
     def outlines(self, counts: Sequence[int], remat: bool | None, microbatches: int | None) -> list[Outline]:
         """Pipelines by estimated time, those that fit first.
 
-        The mesh of a number of stages is chosen as if all units were like the weightiest kind.
+        First all units are taken to be like the weightiest kind, on every mesh. For the `REFINED` best numbers of stages,
+        on the mesh that is best for each, the other kinds are looked at.
 
         Args:
           counts: of stages.
           remat: whether to recompute, None for where it is needed.
           microbatches: how many, None to choose.
         """
-        found: list[Outline] = []
+        rough: list[tuple[Outline, Cluster, Split]] = []
         for stages in counts:
             part = self._cluster.part(0, self._cluster.size // stages)
-            rough: list[Outline] = []
             for mesh in candidate_meshes(part):
-                cost = self._cost(self._order[0], part, mesh, False)
-                if cost is not None:
+                for split in Split if part.size > 1 else (Split.FREE,):
+                    cost = self._cost(self._order[0], part, mesh, split)
+                    if cost is None:
+                        continue
                     costs = [cost.times(self._bulk[kind]) for kind in self._units.kind]
-                    rough += self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
-            best = min(rough, key=self._rank, default=None)
-            if best is None:
-                continue
-            mesh = best.skeleton.mesh
+                    mine = self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
+                    rough += [(outline, part, split) for outline in mine]
+        rough.sort(key=lambda each: self._rank(each[0]))
+        found: list[Outline] = []
+        done: dict[int, set[Hashable]] = {}
+        for outline, part, split in rough:
+            stages, mesh = outline.skeleton.stages, outline.skeleton.mesh
             assert mesh is not None, "an outline has a mesh"
-            for shard_state in (False, True) if part.size > 1 else (False,):
-                known = {kind: self._cost(kind, part, mesh, shard_state) for kind in self._order}
-                costs = [cost for kind in self._units.kind if (cost := known[kind]) is not None]
-                if len(costs) < len(self._units.kind):
-                    continue
-                mine = list(self._with_microbatches(stages, part, mesh, costs, remat, microbatches))
-                found += mine
-                if any(o.peak_bytes <= self._limit and not o.remat for o in mine):
-                    break
+            if len(done) == REFINED + (1 in counts) and stages not in done:
+                continue
+            seen = done.setdefault(stages, set())
+            if (mesh, split) in seen or len(seen) == 2:
+                continue
+            seen.add((mesh, split))
+            known = {kind: self._cost(kind, part, mesh, split) for kind in self._order}
+            costs = [cost for kind in self._units.kind if (cost := known[kind]) is not None]
+            if len(costs) == len(self._units.kind):
+                found += self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
         return sorted(found, key=self._rank)
 
     def _rank(self, outline: Outline) -> tuple[bool, float]:
         return outline.peak_bytes > self._limit, outline.time_s
 
-    def _cost(self, kind: Hashable, part: Cluster, mesh: MeshShape, shard_state: bool) -> UnitCost | None:
+    def _cost(self, kind: Hashable, part: Cluster, mesh: MeshShape, split: Split) -> UnitCost | None:
         number = self._model[kind]
-        key = (number, part.size, mesh, shard_state)
+        key = (number, part.size, mesh, split)
         if key not in self._costs:
-            self._costs[key] = self._plan_unit(number, part, mesh, shard_state)
+            self._costs[key] = self._plan_unit(number, part, mesh, split)
         return self._costs[key]
 
-    def _plan_unit(self, number: int, part: Cluster, mesh: MeshShape, shard_state: bool) -> UnitCost | None:
+    def _plan_unit(self, number: int, part: Cluster, mesh: MeshShape, split: Split) -> UnitCost | None:
         unit = self._units.stages.graphs[number]
         if number not in self._graphs:
             self._graphs[number] = prepare(unit.graph)
@@ -279,7 +302,8 @@ class PipelineSearch:
                 on_schedule=timer,
                 compare=False,
                 hoist=False,
-                shard_state=shard_state,
+                split=self._split(unit, graph, split),
+                known=self._known,
             )
         except InfeasibleError:
             return None
@@ -298,6 +322,19 @@ class PipelineSearch:
             once,
             needs,
         )
+
+    def _split(self, unit: StageGraph, graph: Graph, split: Split) -> dict[int, int]:
+        """For the unit's state the number of inner axes that it is to be split over."""
+        if split is Split.FREE:
+            return {}
+        loop = unit.loop_of(graph)
+        needed = {a for a in loop.inputs if isinstance(a, Value)}
+        for equation in reversed(graph.equations[: graph.equations.index(loop)]):
+            if any(v in needed for v in equation.outputs):
+                needed.update(a for a in equation.inputs if isinstance(a, Value))
+        paired = {i for i, _ in self._info.pairs}
+        mine = [k for k, i in enumerate(unit.inputs) if i in paired]
+        return {k: 1 if split is Split.INNER and graph.inputs[k] in needed else ALL_AXES for k in mine}
 
     def _with_microbatches(
         self,
@@ -336,24 +373,29 @@ class PipelineSearch:
         if share < 1 and dict(mesh).get("data", 1) > max(units.batch // count, 1):
             return None  # the table's plans split examples that such microbatches do not have
         begins = (0, *units.starts)
-        seconds = [0.0] * len(units.sent)
-        for begin, cost in zip(begins, costs, strict=True):
-            seconds[begin] = sum(self._seconds([cost], share, remat))
-        devices = part.size
         rate, latency = float("inf"), 0.0
         if stages > 1:
-            link = self._cluster.link_between(0, devices)
+            link = self._cluster.link_between(0, part.size)
             rate, latency = link.bytes_per_s, link.latency_s
-        sends = [2 * (latency + share * nbytes / devices / rate) if nbytes else 0.0 for nbytes in units.sent]
-        cuts = balance(units.starts, seconds, sends, stages) if stages > 1 else ()
+        cuts: tuple[int, ...] = ()
+        if stages > 1:
+            key = (stages, id(costs), remat)
+            if key not in self._cuts:
+                seconds = [0.0] * len(units.sent)
+                for begin, cost in zip(begins, costs, strict=True):
+                    seconds[begin] = sum(self._seconds([cost], 1.0, remat))
+                sends = [2 * (latency + nbytes / part.size / rate) if nbytes else 0.0 for nbytes in units.sent]
+                self._cuts[key] = costs, balance(units.starts, seconds, sends, stages)
+            cuts = self._cuts[key][1]
         numbers = [begins.index(cut) for cut in cuts]
+        travel = [2 * (latency + share * units.sent[cut] / part.size / rate) for cut in cuts]
         blocks: list[Block] = []
         peak = 0
         for s, (i, j) in enumerate(zip((0, *numbers), (*numbers, len(costs)), strict=True)):
             once = sum(cost.once_s for cost in costs[i:j])
             blocks.append(Block(*self._seconds(costs[i:j], share, remat), once))
             if s < len(cuts):
-                blocks.append(Block(sends[cuts[s]] / 2, sends[cuts[s]] / 2))
+                blocks.append(Block(travel[s] / 2, travel[s] / 2))
             peak = max(peak, _peak([cost.needs for cost in costs[i:j]], min(stages - s, count), share, remat))
         both = [block.forward_s + block.backward_s for block in blocks]
         total = sum(both) + (count - 1) * max(both) + max(block.all_reduce_s for block in blocks)

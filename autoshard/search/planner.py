@@ -37,11 +37,13 @@ from autoshard.search.problem import Problem, Solution
 from autoshard.search.record import record_plan
 from autoshard.search.schedule import Schedule, schedule, timeline
 from autoshard.search.solve import solve
-from autoshard.search.templates import restrict, sharded_state, templates
+from autoshard.search.templates import restrict, split_state, templates
 from autoshard.show import size_text
 
 OnEvent = Callable[[str, Any], None]
 """Called with the name of each finished part of planning and what it made (a graph, or a text)."""
+
+NOTHING: Mapping[int, int] = {}
 
 MEMORY_ROWS = 8
 """Times at which the solver sees memory: the highest peaks of the templates."""
@@ -180,7 +182,8 @@ def make_plan(
     on_schedule: Callable[[Schedule], None] | None = None,
     compare: bool = True,
     hoist: bool = True,
-    shard_state: bool = False,
+    split: Mapping[int, int] = NOTHING,
+    known: dict[Any, tuple[Task, Ground, Problem]] | None = None,
 ) -> Plan:
     """Plans a step.
 
@@ -199,7 +202,9 @@ def make_plan(
       on_schedule: called with the simulated step of the plan.
       compare: solve each template too; they are starts of the search, and the plan's alternatives.
       hoist: as `list_ops` takes it.
-      shard_state: split state over all axes wherever it divides.
+      split: flat arguments, of the state, to the number of inner axes of the mesh they are to be split over where they
+        divide.
+      known: problems of earlier calls for the same graph, cluster and mesh, which differ in `split` only; filled in.
 
     Raises:
       InfeasibleError: nothing fits the memory limit; names the need, and a larger cluster that would do.
@@ -207,7 +212,8 @@ def make_plan(
     """
     tell = on_event or _silent
     limit = memory_limit if memory_limit is not None else cluster.memory_bytes
-    task = _task(graph, info, pins, limit, cluster.device(0), hoist)
+    earlier = next((t for (g, _, _), (t, _, _) in (known or {}).items() if g is graph), None)
+    task = earlier or _task(graph, info, pins, limit, cluster.device(0), hoist)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster)
     for shape in meshes:
         _check_mesh(shape, cluster)
@@ -224,7 +230,8 @@ def make_plan(
             tie=tie,
             tell=tell,
             compare=compare,
-            shard_state=shard_state,
+            split={graph.inputs[i]: n for i, n in split.items()},
+            known=known,
         )
     chosen = _choose(task, found)
     if chosen is None:
@@ -272,16 +279,26 @@ def plan_mesh(
     tie: bool,
     tell: OnEvent,
     compare: bool = True,
-    shard_state: bool = False,
+    split: Mapping[Value, int] | None = None,
+    known: dict[Any, tuple[Task, Ground, Problem]] | None = None,
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
     deadline = time.monotonic() + budget_s
-    pricer = Pricer(cluster, mesh, task.stored.__contains__, task.kernels)
-    model = build_model(task.ops, mesh, task.pins, tie, task.written)
-    ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
-    problem = build_problem(model, pricer)
-    if shard_state:
-        problem = restrict(problem, model, sharded_state(mesh), task.state, pricer.sizes, task.pins) or problem
+    key = (task.graph, cluster, mesh)
+    if known is not None and key in known:
+        _, ground, problem = known[key]
+        pricer, model = ground.pricer, ground.model
+    else:
+        pricer = Pricer(cluster, mesh, task.stored.__contains__, task.kernels)
+        model = build_model(task.ops, mesh, task.pins, tie, task.written)
+        ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
+        problem = build_problem(model, pricer)
+        if known is not None:
+            known[key] = task, ground, problem
+    names = tuple(axis for axis, size in mesh if size > 1)
+    for inner in sorted(set((split or {}).values())):
+        mine = frozenset(v for v, n in (split or {}).items() if n == inner)
+        problem = restrict(problem, model, split_state(names[-inner:]), mine, pricer.sizes, task.pins) or problem
     tell("problem", f"{len(problem.costs)} decisions, {sum(len(c) for c in problem.costs)} choices")
     found: list[Candidate] = []
     for template in templates(mesh) if compare else ():

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from autoshard.cluster import Cluster
 from autoshard.costmodel import Cost, equation_cost, time_s
 from autoshard.errors import MicrobatchError, explain
@@ -159,33 +161,30 @@ def _least_largest(
     points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int, together: bool = False
 ) -> tuple[float, tuple[int, ...]]:
     """(largest stage, cuts) with the least largest stage, by dynamic programming over the number of stages."""
-    ends = [0, *points, len(seconds)]
-    prefix = [0.0]
-    for s in seconds:
-        prefix.append(prefix[-1] + s)
-    best: list[list[tuple[float, int]]] = [[(0.0, -1)] + [(float("inf"), -1)] * (len(ends) - 1)]
+    ends = np.array([0, *points, len(seconds)])
+    prefix = np.concatenate([[0.0], np.cumsum(seconds)])[ends]
+    sent = np.array([0.0, *(sends[k] for k in points), 0.0])
+    best = np.full(len(ends), np.inf)
+    best[0] = 0.0
+    before: list[list[int]] = []  # by number of stages: where the last one begins
     for _ in range(stages):
-        row: list[tuple[float, int]] = [(float("inf"), -1)]
+        found, begin = np.full(len(ends), np.inf), [-1] * len(ends)
         for j in range(1, len(ends)):
-            found = (float("inf"), -1)
-            for i in range(j):
-                if best[-1][i][0] >= found[0]:
-                    continue
-                work = prefix[ends[j]] - prefix[ends[i]]
-                below = sends[ends[i]] if ends[i] else 0.0
-                above = sends[ends[j]] if ends[j] < len(sends) else 0.0
-                mine = work + below + above if together else max(work, below)
-                found = min(found, (max(best[-1][i][0], mine), i))
-            row.append(found)
-        best.append(row)
+            work = prefix[j] - prefix[:j]
+            mine = work + sent[:j] + sent[j] if together else np.maximum(work, sent[:j])
+            largest = np.maximum(best[:j], mine)
+            begin[j] = int(largest.argmin())
+            found[j] = largest[begin[j]]
+        best = found
+        before.append(begin)
     cuts: list[int] = []
     j = len(ends) - 1
     for level in range(stages, 0, -1):
-        j = best[level][j][1]
-        cuts.append(ends[j])
+        j = before[level - 1][j]
+        cuts.append(int(ends[j]))
     cuts = cuts[-2::-1] if len(cuts) > 1 else []
     assert all(a < b for a, b in pairwise(cuts)), f"cuts ascend: {cuts}"
-    return best[stages][len(ends) - 1][0], tuple(cuts)
+    return float(best[-1]), tuple(cuts)
 
 
 def describe_cuts(step: LoopStep, cuts: Sequence[int]) -> str:

@@ -59,9 +59,9 @@ def templates(mesh: MeshShape) -> list[Template]:
     return found
 
 
-def sharded_state(mesh: MeshShape) -> Template:
-    """State split over all axes, the rest as the search finds it."""
-    return Template("state fully sharded", tuple(axis for axis, size in mesh if size > 1), True, None)
+def split_state(axes: tuple[str, ...]) -> Template:
+    """State split over these axes, the rest as the search finds it."""
+    return Template("split state", axes, True, None)
 
 
 def restrict(

@@ -34,7 +34,7 @@ from autoshard.runtime.pipeline import Pair, Pipeline
 from autoshard.runtime.pjit import auto_mesh, constrained
 from autoshard.runtime.processes import is_here, nothing_of, put, spans_processes
 from autoshard.runtime.stage_planning import Staged
-from autoshard.runtime.transfer import Transfer
+from autoshard.runtime.transfer import Transfer, one_at_a_time
 from autoshard.schedules import StageTimes
 
 PHASE_NAMES = {Part.BEFORE: "before", Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.AFTER: "after"}
@@ -131,7 +131,7 @@ class StageBackend:
         return found
 
     def program(self, stage: int, number: int) -> Callable[..., Sequence[Any]]:
-        """See `Backend`."""
+        """See `Backend`. Where XLA's CPU client may mix up collectives of several processes it waits for the results."""
         made = self.programs[stage].programs[number]
         graph, mesh = made.graph, self.meshes[stage]
 
@@ -151,13 +151,12 @@ class StageBackend:
             donate_argnums=self._given(stage, number) if self._donates else (),
         )
         self.jitted[stage, number] = jitted
-        if self._alone[stage] or self.meshes[stage].devices.flat[0].platform != "cpu":
+        cpu = self.meshes[stage].devices.flat[0].platform == "cpu"
+        if not (one_at_a_time() or (cpu and not self._alone[stage])):
             return jitted
 
         def in_turn(*args: Any) -> Sequence[Any]:
-            """XLA's CPU client may run collectives in another order than they were given: one at a time."""
-            jax.block_until_ready(args)
-            return jax.block_until_ready(jitted(*args))
+            return jax.block_until_ready(jitted(*jax.block_until_ready(args)))
 
         return in_turn
 

@@ -17,7 +17,9 @@ all programs not yet done the first in the list can always run: what it reads wa
 its devices is another before it. So whoever uses a `Transfer` runs it at the same place of such a list everywhere
 (`autoshard.runtime.pipeline`: the verified schedule, by simulated time). XLA's CPU client does not keep that order where
 a process has one device: what has its operands overtakes what waits for them. So every transfer also reads a number
-that the device's transfer before it made.
+that the device's transfer before it made. Where a process has several CPU devices, a program that waits for another
+process may hold the threads that a second program needs to meet itself on all devices: seen to hang with jax 0.10.1.
+There one program at a time is run (`one_at_a_time`).
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false
@@ -90,7 +92,7 @@ class Transfer:
         targets: where they go, all on one list of devices.
         """
         senders, receivers = devices_of(sources[0]), devices_of(targets[0])
-        self._devices = list(dict.fromkeys([*senders, *receivers]))
+        self._devices = sorted({*senders, *receivers}, key=lambda d: int(d.id))  # one group for both ways
         me = jax.process_index()
         self._sends = any(d.process_index == me for d in senders)
         self._receives = any(d.process_index == me for d in receivers)
@@ -117,6 +119,7 @@ class Transfer:
             unpack, self._parcels, [p.arrived for p in self._parcels], [p.target for p in self._parcels]
         )
         self._blanks: dict[Any, jax.Array] = {}
+        self._settled = jax.block_until_ready if one_at_a_time() else lambda x: x
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any] | None:
         """The arrays at their targets, None in processes that have no device there.
@@ -126,14 +129,14 @@ class Transfer:
         """
         if not self._local:
             return None
-        packed: Sequence[Any] = arrays
+        packed: Sequence[Any] = self._settled(arrays)
         if self._sends and self._pack is not None:
-            packed = self._pack(*arrays)
+            packed = self._settled(self._pack(*arrays))
         arrived: list[Any] = []
         for k, (each, program) in enumerate(zip(self._parcels, self._programs, strict=True)):
             there = {s.device: s.data for s in packed[k].addressable_shards} if self._sends else {}
             tiles = self._whole(each.tile, [there[d] if d in there else self._blank(each, d) for d in self._local])
-            turn, result = program(self._whole((1,), [self._turn(d) for d in self._local]), tiles)
+            turn, result = self._settled(program(self._whole((1,), [self._turn(d) for d in self._local]), tiles))
             _TURNS.update((s.device, s.data) for s in turn.addressable_shards)
             if not self._receives:
                 continue
@@ -145,7 +148,7 @@ class Transfer:
             )
         if not self._receives:
             return None
-        return arrived if self._unpack is None else list(self._unpack(*arrived))
+        return arrived if self._unpack is None else list(self._settled(self._unpack(*arrived)))
 
     def _whole(self, tile: Sequence[int], shards: Sequence[jax.Array]) -> jax.Array:
         """Pieces of the devices here as part of one array on all devices of both sides."""
@@ -163,6 +166,11 @@ class Transfer:
         if key not in self._blanks:
             self._blanks[key] = jax.device_put(np.zeros(each.tile, each.dtype), device)
         return self._blanks[key]
+
+
+def one_at_a_time() -> bool:
+    """Whether programs of several processes must end here before the next is dispatched."""
+    return jax.default_backend() == "cpu" and jax.process_count() > 1 and jax.local_device_count() > 1
 
 
 def devices_of(sharding: NamedSharding) -> list[Any]:

@@ -35,6 +35,7 @@ from autoshard.runtime.pjit import auto_mesh, constrained
 from autoshard.runtime.processes import is_here, nothing_of, put, spans_processes
 from autoshard.runtime.stage_planning import Staged
 from autoshard.runtime.transfer import Transfer, one_at_a_time
+from autoshard.runtime.watch import Watch, watch
 from autoshard.schedules import StageTimes
 
 PHASE_NAMES = {Part.BEFORE: "before", Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.AFTER: "after"}
@@ -278,6 +279,7 @@ def build_pipeline(
         outputs.append(whole if k in known else made)
     finish = _Finish([a.aval for a in stages.cut.step.outputs], homes, outputs)
     read, write = reader(planned.template), writer(planned.outputs)
+    guard = watch() if spans_processes(mesh) else None
     ambient = jax_compat.ambient_mesh()
     donated = bool(info.donated)
 
@@ -287,7 +289,7 @@ def build_pipeline(
             there = isinstance(array, jax.Array) and array.committed and array.sharding == target
             return array if there else put(array, target)
 
-        return write(finish(runner.run(place_input)), references)
+        return write(_watched(lambda: finish(runner.run(place_input)), guard), references)
 
     def run(*values: Any) -> Any:
         flat, references = read(values)
@@ -361,6 +363,22 @@ def _settled(flat: Sequence[Any], inputs: Sequence[NamedSharding]) -> bool:
         not (isinstance(array, jax.Array) and array.committed) or array.sharding == place
         for array, place in zip(flat, inputs, strict=True)
     )
+
+
+def _watched(call: Callable[[], list[Any]], guard: Watch | None) -> list[Any]:
+    """The call's results.
+
+    Raises:
+      ProcessLostError: another process died before or during the call.
+    """
+    if guard is None:
+        return call()
+    guard.check()
+    try:
+        return call()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax 0.10 raises both for a collective that failed
+        guard.check(error)
+        raise
 
 
 @final

@@ -139,9 +139,7 @@ class Pipeline:
         self._total_sends.append(self._sends(stage, tops, programs.totals, loop=False))
         return made
 
-    def _sends(
-        self, stage: int, source: Mapping[Value, Atom], made: Set[Value], loop: bool
-    ) -> Sends:
+    def _sends(self, stage: int, source: Mapping[Value, Atom], made: Set[Value], loop: bool) -> Sends:
         """What other stages are sent of these values, as (stage, (value there, value here), of a microbatch)."""
         sends: list[tuple[int, tuple[Pair, ...], bool]] = []
         for other in self._stages.graphs:

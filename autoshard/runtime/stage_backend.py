@@ -385,9 +385,7 @@ def _watched(call: Callable[[], list[Any]], guard: Watch | None) -> list[Any]:
 class _Finish:
     """A step's results as the user gets them: state on its stage, the rest known to all processes."""
 
-    def __init__(
-        self, avals: Sequence[Any], homes: Sequence[NamedSharding], places: Sequence[NamedSharding]
-    ) -> None:
+    def __init__(self, avals: Sequence[Any], homes: Sequence[NamedSharding], places: Sequence[NamedSharding]) -> None:
         self._avals, self._places = avals, places
         moves: dict[jax.sharding.Mesh, list[int]] = {}
         for k, (home, place) in enumerate(zip(homes, places, strict=True)):

@@ -143,9 +143,7 @@ class Transfer:
             there = {s.device: s.data for s in result.addressable_shards}
             place = each.target if self._unpack is None else each.arrived  # the same pieces, by the user's name
             shards = [there[d] for d in devices_of(place) if d in there]
-            arrived.append(
-                jax.make_array_from_single_device_arrays(each.shape, place, shards, dtype=each.dtype)
-            )
+            arrived.append(jax.make_array_from_single_device_arrays(each.shape, place, shards, dtype=each.dtype))
         if not self._receives:
             return None
         return arrived if self._unpack is None else list(self._settled(self._unpack(*arrived)))
@@ -254,9 +252,7 @@ def parcel(aval: Any, source: NamedSharding, target: NamedSharding, devices: Seq
     wants = {devices.index(d): p for d, p in _pieces(shape, arrived).items()}
     process = [int(d.process_index) for d in devices]
     rounds = find_rounds(has, wants, process)
-    return Parcel(
-        aval, shape, sent.dtype, tuple(packed.shard_shape(shape)), source, target, packed, arrived, rounds
-    )
+    return Parcel(aval, shape, sent.dtype, tuple(packed.shard_shape(shape)), source, target, packed, arrived, rounds)
 
 
 def find_rounds(has: Mapping[int, Piece], wants: Mapping[int, Piece], process: Sequence[int]) -> Rounds:

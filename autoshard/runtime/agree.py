@@ -4,6 +4,7 @@ The first process publishes its plan in `jax.distributed`'s key-value store, und
 and the options; the others read it there and use it instead of their own where the two differ. It stays: who plans the
 same again gets the same.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 

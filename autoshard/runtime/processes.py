@@ -34,8 +34,8 @@ def put(array: Any, target: NamedSharding, copy: bool = False) -> jax.Array:
     """The array at its place, which may be in other processes.
 
     Args:
-      array: of this process alone, the same in every process; or (committed to a `NamedSharding`) one that all processes
-        know, and then every process of either side must call this.
+      array: of this process alone, the same in every process; or (committed to a `NamedSharding`) one that all
+        processes know, and then every process of either side must call this.
       target: its place.
       copy: never to share memory with the array, so that it can be donated.
 

@@ -132,7 +132,7 @@ class StageBackend:
         return found
 
     def program(self, stage: int, number: int) -> Callable[..., Sequence[Any]]:
-        """See `Backend`. Where XLA's CPU client may mix up collectives of several processes it waits for the results."""
+        """See `Backend`. It waits for its results where XLA's CPU client may mix up collectives of processes."""
         made = self.programs[stage].programs[number]
         graph, mesh = made.graph, self.meshes[stage]
 

@@ -15,7 +15,7 @@ stream on GPUs, the queue of collectives on CPUs) runs what it is given in order
 their programs in an order that agrees with one list for all processes, each leaving out what is not its own. Then of
 all programs not yet done the first in the list can always run: what it reads was made by earlier ones, and on none of
 its devices is another before it. So whoever uses a `Transfer` runs it at the same place of such a list everywhere
-(`autoshard.runtime.pipeline`: the verified schedule, by simulated time). XLA's CPU client does not keep that order where
+(`autoshard.runtime.pipeline`: the verified schedule, by simulated time). XLA on CPUs does not keep that order where
 a process has one device: what has its operands overtakes what waits for them. So every transfer also reads a number
 that the device's transfer before it made. Where a process has several CPU devices, a program that waits for another
 process may hold the threads that a second program needs to meet itself on all devices: seen to hang with jax 0.10.1.
@@ -101,7 +101,7 @@ class Transfer:
         mesh = Mesh(np.asarray(self._devices, dtype=object), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
         self._place = NamedSharding(mesh, PartitionSpec(AXIS))
         shared = bool(set(senders) & set(receivers))
-        # One value a program: XLA's CPU compiler may run independent collectives of a program in another order elsewhere.
+        # One value a program: the order of collectives inside one is the CPU compiler's.
         self._programs = [
             jax.jit(
                 jax.shard_map(

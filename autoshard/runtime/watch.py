@@ -1,4 +1,4 @@
-"""Whether the other processes of a pipeline live: each tells the coordination service of `jax.distributed` every second.
+"""Whether the other processes of a pipeline live: each tells the coordination service of `jax.distributed` so.
 
 A process that tells nothing new for `LOST_S` is lost. What happens then, in the others:
 
@@ -10,6 +10,7 @@ On CPUs Gloo notices first: `float(loss)` raises JAX's own error, and where nobo
 lost when it exits. Process 0 has the coordination service; JAX itself ends the others at once when it is gone ("the JAX
 distributed service detected fatal errors"), before a message of ours.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 

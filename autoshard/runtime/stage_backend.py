@@ -387,7 +387,7 @@ class _Finish:
 
     def __init__(self, avals: Sequence[Any], homes: Sequence[NamedSharding], places: Sequence[NamedSharding]) -> None:
         self._avals, self._places = avals, places
-        moves: dict[jax.sharding.Mesh, list[int]] = {}
+        moves: dict[Any, list[int]] = {}
         for k, (home, place) in enumerate(zip(homes, places, strict=True)):
             if home.mesh != place.mesh:
                 moves.setdefault(home.mesh, []).append(k)

@@ -173,7 +173,8 @@ def one_at_a_time() -> bool:
 
 def devices_of(sharding: NamedSharding) -> list[Any]:
     """A sharding's devices, in its mesh's order."""
-    return list(sharding.mesh.devices.flat)
+    mesh: Any = sharding.mesh
+    return list(mesh.devices.flat)
 
 
 def carry(piece: Any, rounds: Rounds, devices: int, kept: bool) -> Any:
@@ -288,11 +289,9 @@ def find_rounds(has: Mapping[int, Piece], wants: Mapping[int, Piece], process: S
 def _widen(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """The sharding with a mesh whose axes are automatic, of what is sent."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    mesh = Mesh(
-        sharding.mesh.devices,
-        sharding.mesh.axis_names,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(sharding.mesh.axis_names),
-    )
+    given: Any = sharding.mesh
+    kinds = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
+    mesh = Mesh(given.devices, given.axis_names, axis_types=kinds)
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 

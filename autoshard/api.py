@@ -38,6 +38,7 @@ from autoshard.runtime import (
     Options,
     Parameters,
     Planned,
+    agreed,
     bind,
     build,
     build_pipeline,
@@ -185,16 +186,22 @@ class Step:
         with self._lock:
             found = self._planned.pop(key, None)
             if found is None:
-                found = plan_call(
-                    self.__wrapped__,
-                    self.__name__,
-                    call,
-                    self._options,
-                    find_target(self._options),
-                    Library(tuple(self._planned.values()), tuple(self._loaded)),
-                    self._search,
-                    self._dumper(key),
-                )
+
+                def make(library: Library) -> Planned:
+                    return plan_call(
+                        self.__wrapped__,
+                        self.__name__,
+                        call,
+                        self._options,
+                        find_target(self._options),
+                        library,
+                        self._search,
+                        self._dumper(key),
+                    )
+
+                found = make(Library(tuple(self._planned.values()), tuple(self._loaded)))
+                if found.staged is not None:
+                    found = agreed(found, self.__name__, self._options, lambda plan: make(Library((), (plan,))))
                 if self._options.learned_model is not None:
                     found = learned_time(found, self._options.learned_model, self.__name__)
             self._planned[key] = found

@@ -87,6 +87,19 @@ class CompileError(AutoshardError, RuntimeError):
     """The XLA compiler could not be used, or refused the program."""
 
 
+@final
+class ProcessLostError(AutoshardError, RuntimeError):
+    """A process of a pipelined step has died or cannot be reached.
+
+    Attributes:
+      processes: their numbers.
+    """
+
+    def __init__(self, message: str, processes: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.processes = processes
+
+
 def explain(given: str, expected: str, todo: str) -> str:
     """One message from its three parts.
 

@@ -168,6 +168,36 @@ def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
     return _core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
 
 
+def coordination_client() -> Any:
+    """The client of `jax.distributed`'s coordination service, None where it was not initialised (or was shut down)."""
+    from jax._src import distributed as _distributed
+
+    return _distributed.global_state.client
+
+
+def key_impl_name(dtype: Any) -> str:
+    """The name of the generator of random keys of this dtype."""
+    return str(dtype._impl.name)
+
+
+def array_of_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
+    """An array of several processes from this one's shards, of which there may be none.
+
+    `jax.make_array_from_single_device_arrays` would lose the weak type, and processes without shards see another type.
+
+    Args:
+      aval: shape, dtype, weak type.
+      sharding: of it.
+      shards: one for each device of this process.
+    """
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or not aval.weak_type:
+        return jax.make_array_from_single_device_arrays(aval.shape, sharding, list(shards), dtype=aval.dtype)
+    from jax._src import array as _array
+
+    plain = _core.ShapedArray(aval.shape, aval.dtype, weak_type=True)
+    return _array.ArrayImpl(plain, sharding, list(shards), committed=True)
+
+
 def optimization_barrier_p() -> Any:
     """The primitive that XLA may not optimise across."""
     from jax._src.lax import lax as _lax

@@ -1,5 +1,6 @@
 """Carrying out plans: binding calls, placing arrays, emitting programs."""
 
+from .agree import agreed as agreed
 from .arguments import Call as Call
 from .arguments import NewSignature as NewSignature
 from .arguments import bind as bind

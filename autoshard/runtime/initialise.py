@@ -19,6 +19,7 @@ from autoshard.runtime.compiled import Compiled, structs_of
 from autoshard.runtime.outputs import FlatFunction, Outputs
 from autoshard.runtime.parameters import read_parameters
 from autoshard.runtime.place import check_rest, match_parts
+from autoshard.runtime.processes import is_here, nothing_of
 
 
 def initialise(
@@ -41,21 +42,26 @@ def initialise(
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class InitProgram:
-    """What makes the state: a program for each mesh that holds part of it.
+    """What makes the state: a program for each mesh that holds part of it, run by the processes that are part of it.
 
     Attributes:
       outputs: what the flat results stand for.
+      places: of the flat results.
       parts: (positions of the results, program that makes them).
     """
 
     outputs: Outputs
+    places: tuple[NamedSharding, ...]
     parts: tuple[tuple[tuple[int, ...], Any], ...]
 
     def __call__(self, *flat: Any) -> list[Any]:
         """All flat results."""
         found: dict[int, Any] = {}
         for positions, program in self.parts:
-            found.update(zip(positions, program(*flat), strict=True))
+            if is_here(self.places[positions[0]]):
+                found.update(zip(positions, program(*flat), strict=True))
+            else:
+                found.update((i, nothing_of(self.outputs.avals[i], self.places[i])) for i in positions)
         return [found[i] for i in range(len(found))]
 
     def lower(self, *flat: Any) -> Any:
@@ -86,7 +92,7 @@ def init_program(
     for i, place in enumerate(places):
         parts.setdefault(place.mesh, []).append(i)
     programs = tuple((tuple(mine), _part(flat_function, mine, places)) for mine in parts.values())
-    return InitProgram(outputs, programs), call
+    return InitProgram(outputs, tuple(places), programs), call
 
 
 def _part(fun: Callable[..., Sequence[Any]], positions: Sequence[int], places: Sequence[NamedSharding]) -> Any:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from autoshard.errors import MeshError, explain
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Compiled
+from autoshard.runtime.processes import put
 from autoshard.runtime.target import describe_mesh
 
 EXPLICIT = jax.sharding.AxisType.Explicit
@@ -43,7 +44,7 @@ def settle(call: Call, compiled: Compiled, copy_donated: bool = False) -> tuple[
             continue
         target, buffer = compiled.inputs[i], _buffer(array)
         if buffer in seen or (copy_donated and i in given):
-            flat[i] = jax.device_put(array, target, may_alias=False)
+            flat[i] = put(array, target, copy=True)
         elif not lies_on(array, target):
             flat[i] = move(array, target, call.paths[i], compiled.mesh)
         if i in given:
@@ -72,7 +73,7 @@ def move(array: Any, target: NamedSharding, path: str, mesh: jax.sharding.Mesh) 
     """
     if isinstance(array, jax.Array) and array.committed:
         check_devices(array, path, mesh)
-    return jax.device_put(array, target)
+    return put(array, target)
 
 
 def lies_on(array: jax.Array, target: NamedSharding) -> bool:

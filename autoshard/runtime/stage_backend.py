@@ -1,4 +1,8 @@
-"""A pipeline's programs on devices: one `jax.jit` a program, on its rank's mesh; `jax.device_put` between ranks.
+"""A pipeline's programs on devices: one `jax.jit` a program, on its rank's mesh.
+
+Between ranks goes `jax.device_put` where one process has the devices of both, else a program of both sides
+(`autoshard.runtime.transfer`). State stays on its stage. Other results of a step are made known to all processes at its
+end, as `jax.jit` would.
 
 Every value that goes from one program to another has one sharding, that of the program that makes it.
 """
@@ -26,9 +30,13 @@ from autoshard.runtime.arguments import NewSignature
 from autoshard.runtime.compile_report import CompiledReport
 from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
 from autoshard.runtime.deviceless import CompileTarget, compile_deviceless
-from autoshard.runtime.pipeline import Pipeline
+from autoshard.runtime.pipeline import Pair, Pipeline
 from autoshard.runtime.pjit import auto_mesh, constrained
+from autoshard.runtime.processes import is_here, nothing_of, put, spans_processes
 from autoshard.runtime.stage_planning import Staged
+from autoshard.runtime.transfer import Transfer, one_at_a_time
+from autoshard.runtime.watch import Watch, watch
+from autoshard.schedules import StageTimes
 
 PHASE_NAMES = {Part.BEFORE: "before", Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.AFTER: "after"}
 
@@ -110,6 +118,9 @@ class StageBackend:
         self._numbers: dict[tuple[int, int], Any] = {}
         self._stackers: dict[tuple[int, Value], Any] = {}
         self.jitted: dict[tuple[int, int], Any] = {}
+        self._transfers: dict[Any, Transfer | None] = {}
+        self._here = [is_here(each) for each in self.meshes]
+        self._alone = [not spans_processes(each) for each in self.meshes]
 
     def place_of(self, stage: int, value: Value) -> NamedSharding:
         """Where a stage has a value."""
@@ -121,7 +132,7 @@ class StageBackend:
         return found
 
     def program(self, stage: int, number: int) -> Callable[..., Sequence[Any]]:
-        """See `Backend`."""
+        """See `Backend`. It waits for its results where XLA's CPU client may mix up collectives of processes."""
         made = self.programs[stage].programs[number]
         graph, mesh = made.graph, self.meshes[stage]
 
@@ -141,7 +152,14 @@ class StageBackend:
             donate_argnums=self._given(stage, number) if self._donates else (),
         )
         self.jitted[stage, number] = jitted
-        return jitted
+        cpu = self.meshes[stage].devices.flat[0].platform == "cpu"
+        if not (one_at_a_time() or (cpu and not self._alone[stage])):
+            return jitted
+
+        def in_turn(*args: Any) -> Sequence[Any]:
+            return jax.block_until_ready(jitted(*jax.block_until_ready(args)))
+
+        return in_turn
 
     def _given(self, stage: int, number: int) -> tuple[int, ...]:
         """Operands whose buffers a program may reuse: accumulators, and state where its new value is made."""
@@ -166,9 +184,24 @@ class StageBackend:
                 found.append(k)
         return tuple(found)
 
-    def send(self, stage: int, values: Sequence[Value], arrays: Sequence[Any]) -> Sequence[Any]:
+    def is_here(self, stage: int) -> bool:
         """See `Backend`."""
-        return jax.device_put(list(arrays), [self.place_of(stage, v) for v in values])
+        return self._here[stage]
+
+    def send(self, source: int, target: int, pairs: Sequence[Pair], arrays: Sequence[Any]) -> Sequence[Any] | None:
+        """See `Backend`."""
+        places = [self.place_of(target, v) for v, _ in pairs]
+        if self._alone[source] and self._alone[target]:
+            return jax.device_put(list(arrays), places)
+        key = source, target, tuple(pairs)
+        if key not in self._transfers:
+            if not (self._here[source] or self._here[target]):
+                return None
+            one_side = set(self.meshes[source].devices.flat) == set(self.meshes[target].devices.flat)
+            sources = [self.place_of(source, v) for _, v in pairs]
+            self._transfers[key] = None if one_side else Transfer([v.aval for v, _ in pairs], sources, places)
+        transfer = self._transfers[key]
+        return jax.device_put(list(arrays), places) if transfer is None else transfer(arrays)
 
     def stack(self, stage: int, value: Value, rows: Sequence[Any]) -> Any:
         """See `Backend`."""
@@ -181,7 +214,7 @@ class StageBackend:
         """See `Backend`."""
         if (stage, microbatch) not in self._numbers:
             place = self.place_of(stage, self._stages.graphs[stage].number)
-            self._numbers[stage, microbatch] = jax.device_put(np.int32(microbatch), place)
+            self._numbers[stage, microbatch] = put(np.int32(microbatch), place)
         return self._numbers[stage, microbatch]
 
 
@@ -228,17 +261,25 @@ def build_pipeline(
     backend = StageBackend(
         staged, pipeline, rank_meshes(mesh, pipeline), info.donated, info.pairs, name, on_pass, donate=donate
     )
-    runner = Pipeline(staged.stages, backend.programs, staged.schedule, backend)
+    times = StageTimes(pipeline.forward_s, pipeline.backward_s, (0.0,) * len(pipeline.stages))
+    runner = Pipeline(staged.stages, backend.programs, staged.schedule, backend, times)
     stages = staged.stages
     whole = NamedSharding(mesh, partition_spec(()))
     inputs = tuple(
         whole if stages.home.get(i) is None else backend.inputs[stages.home[i]][i] for i in range(len(planned.avals))
     )
+    state = {o for _, o in info.pairs}
+    known = {k for k in range(len(stages.output_home)) if k not in state and spans_processes(mesh)}
+    homes: list[NamedSharding] = []
     outputs: list[NamedSharding] = []
     for k, stage in enumerate(stages.output_home):
         atom = None if stage is None else backend.programs[stage].outputs[stages.graphs[stage].outputs.index(k)]
-        outputs.append(backend.place_of(stage, atom) if stage is not None and isinstance(atom, Value) else whole)
+        made = backend.place_of(stage, atom) if stage is not None and isinstance(atom, Value) else whole
+        homes.append(made)
+        outputs.append(whole if k in known else made)
+    finish = _Finish([a.aval for a in stages.cut.step.outputs], homes, outputs)
     read, write = reader(planned.template), writer(planned.outputs)
+    guard = watch() if spans_processes(mesh) else None
     ambient = jax_compat.ambient_mesh()
     donated = bool(info.donated)
 
@@ -246,10 +287,9 @@ def build_pipeline(
         def place_input(position: int, stage: int) -> Any:
             array, target = flat[position], backend.inputs[stage][position]
             there = isinstance(array, jax.Array) and array.committed and array.sharding == target
-            return array if there else jax.device_put(array, target)
+            return array if there else put(array, target)
 
-        results = runner.run(place_input)
-        return write([_there(x, place) for x, place in zip(results, outputs, strict=True)], references)
+        return write(_watched(lambda: finish(runner.run(place_input)), guard), references)
 
     def run(*values: Any) -> Any:
         flat, references = read(values)
@@ -325,5 +365,48 @@ def _settled(flat: Sequence[Any], inputs: Sequence[NamedSharding]) -> bool:
     )
 
 
-def _there(result: Any, place: NamedSharding) -> Any:
-    return result if isinstance(result, jax.Array) else jax.device_put(jnp.asarray(result), place)
+def _watched(call: Callable[[], list[Any]], guard: Watch | None) -> list[Any]:
+    """The call's results.
+
+    Raises:
+      ProcessLostError: another process died before or during the call.
+    """
+    if guard is None:
+        return call()
+    guard.check()
+    try:
+        return call()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax 0.10 raises both for a collective that failed
+        guard.check(error)
+        raise
+
+
+@final
+class _Finish:
+    """A step's results as the user gets them: state on its stage, the rest known to all processes."""
+
+    def __init__(self, avals: Sequence[Any], homes: Sequence[NamedSharding], places: Sequence[NamedSharding]) -> None:
+        self._avals, self._places = avals, places
+        moves: dict[Any, list[int]] = {}
+        for k, (home, place) in enumerate(zip(homes, places, strict=True)):
+            if home.mesh != place.mesh:
+                moves.setdefault(home.mesh, []).append(k)
+        self._moves = [
+            (ks, Transfer([avals[k] for k in ks], [homes[k] for k in ks], [places[k] for k in ks]))
+            for ks in moves.values()
+        ]
+
+    def __call__(self, results: Sequence[Any]) -> list[Any]:
+        found = list(results)
+        for ks, transfer in self._moves:
+            known = transfer([found[k] for k in ks])
+            assert known is not None, "results are known to every process"
+            for k, x in zip(ks, known, strict=True):
+                found[k] = x
+        return [self._placed(x, aval, place) for x, aval, place in zip(found, self._avals, self._places, strict=True)]
+
+    @staticmethod
+    def _placed(found: Any, aval: Any, place: NamedSharding) -> Any:
+        if found is None:
+            return nothing_of(aval, place)
+        return found if isinstance(found, jax.Array) else put(jnp.asarray(found), place)

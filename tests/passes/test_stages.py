@@ -30,7 +30,10 @@ class Plain:
         verify(graph)
         return lambda *args: evaluate(graph, args)
 
-    def send(self, stage: int, values: Sequence[Value], arrays: Sequence[Any]) -> Sequence[Any]:
+    def is_here(self, stage: int) -> bool:
+        return True
+
+    def send(self, source: int, target: int, pairs: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
         return arrays
 
     def stack(self, stage: int, value: Value, rows: Sequence[Any]) -> Any:

@@ -117,10 +117,16 @@ def source_line(source: Any) -> str:
 
 @contextlib.contextmanager
 def equation_context(source: Any, context: Any) -> Generator[None]:
-    """Binds inside carry the equation's source and name stack, and run in its configuration."""
+    """Binds inside carry the equation's source and name stack, and run in its configuration.
+
+    Inside a `shard_map` they stay in its mesh, which is not the one the equation was traced in.
+    """
     stack = _source_info.current_name_stack() + source.name_stack
     manager = contextlib.nullcontext() if context is None else context.manager
-    with _source_info.user_context(source.traceback, name_stack=stack), manager:
+    around = jax.sharding.get_abstract_mesh()
+    inside = context is not None and jax.sharding.AxisType.Manual in around.axis_types
+    mesh = jax.sharding.use_abstract_mesh(around) if inside else contextlib.nullcontext()
+    with _source_info.user_context(source.traceback, name_stack=stack), manager, mesh:
         yield
 
 
@@ -166,6 +172,18 @@ def dce(jaxpr: Any) -> Any:
 def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
     """An abstract array."""
     return _core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
+
+
+def key_impl(dtype: Any) -> Any:
+    """The generator of typed PRNG keys of this dtype, as `jax.random.wrap_key_data` takes it."""
+    return dtype._impl
+
+
+def weakly_typed(array: Any) -> Any:
+    """The array with a weak type, as Python scalars have."""
+    from jax._src.lax import lax as _lax
+
+    return _lax._convert_element_type(array, weak_type=True)
 
 
 def optimization_barrier_p() -> Any:

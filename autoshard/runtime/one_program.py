@@ -17,42 +17,20 @@ from autoshard import jax_compat
 from autoshard.cluster import Cluster
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Literal, StepInfo, Value, partition_spec
-from autoshard.passes import stage_programs
-from autoshard.plan import PipelinePlan, Plan
+from autoshard.plan import Plan
 from autoshard.runtime.arguments import NewSignature
 from autoshard.runtime.compile_report import CompiledReport
 from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
 from autoshard.runtime.deviceless import CompileTarget, compile_deviceless
 from autoshard.runtime.hlo_module import Computation, Instruction, Module, parse_module, replica_groups
 from autoshard.runtime.one_program_emit import emit_pipeline
-from autoshard.runtime.one_program_layout import Item, Layout, StageCode
-from autoshard.runtime.pjit import auto_mesh, constrained
+from autoshard.runtime.one_program_layout import Item, Layout, pipeline_layout
+from autoshard.runtime.options import ONE_PROGRAM
+from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.slot_arrays import Held, SlotArrays
 from autoshard.runtime.slots import Slot
-from autoshard.runtime.stage_backend import rank_meshes, settled, stage_specs, there
+from autoshard.runtime.stage_backend import build_pipeline, compile_stages, rank_meshes, settled, there
 from autoshard.runtime.stage_planning import Staged
-
-
-def pipeline_layout(
-    staged: Staged, pipeline: PipelinePlan, info: StepInfo, on_pass: Callable[[str, Any], None] | None = None
-) -> Layout:
-    """Where everything of a planned pipeline lies in one program.
-
-    Args:
-      staged: its stages.
-      pipeline: their plans.
-      info: roles of the step.
-      on_pass: called with each stage's graph as it is emitted.
-    """
-    codes: list[StageCode] = []
-    for parts, graph, plan in zip(staged.stages.graphs, staged.graphs, pipeline.stages, strict=True):
-        program = constrained(graph, plan, on_pass)
-        programs = stage_programs(parts, program)
-        specs = stage_specs(parts, graph, program, plan, programs)
-        codes.append(StageCode(parts, programs, specs, tuple(zip(parts.inputs, graph.inputs, strict=False))))
-    given = set(info.donated)
-    state = {i: o for i, o in info.pairs if i in given}
-    return Layout(codes, staged.schedule, staged.stages.home, staged.stages.output_home, state)
 
 
 def jit_pipeline(layout: Layout, mesh: jax.sharding.Mesh, name: str, donate: bool = True) -> Any:
@@ -231,6 +209,26 @@ def _leaves_rank(instruction: Instruction, total: int, devices: int) -> bool:
         return False
     groups = replica_groups(instruction.attributes, total)
     return any(len({d // devices for d in group}) > 1 for group in groups)
+
+
+def build_stages(
+    planned: Planned,
+    staged: Staged,
+    mesh: jax.sharding.Mesh,
+    name: str,
+    on_pass: Callable[[str, Any], None] | None = None,
+) -> Compiled:
+    """A planned pipeline, built for the runtime that its plan names."""
+    pipeline = planned.plan.pipeline
+    if pipeline is not None and pipeline.runtime == ONE_PROGRAM:
+        return build_one_program(planned, staged, mesh, name, on_pass)
+    return build_pipeline(planned, staged, mesh, name, on_pass)[0]
+
+
+def pipeline_compiler(plan: Plan) -> Callable[..., Any]:
+    """What compiles a pipeline for GPUs that need not be there, for the runtime that its plan names."""
+    assert plan.pipeline is not None, "a pipeline has stages"
+    return compile_one_program if plan.pipeline.runtime == ONE_PROGRAM else compile_stages
 
 
 def compile_one_program(

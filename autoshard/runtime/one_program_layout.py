@@ -11,16 +11,20 @@ A message goes to the rank so many ranks on (`offset`), each for itself: what sk
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Int
 
-from autoshard.ir import Spec, Value, replicated
-from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, StageProgram, StagePrograms
+from autoshard.ir import Spec, StepInfo, Value, replicated
+from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, StageProgram, StagePrograms, stage_programs
+from autoshard.plan import PipelinePlan
+from autoshard.runtime.pjit import constrained
 from autoshard.runtime.slots import Slot, Table, slot_for
+from autoshard.runtime.stage_backend import stage_specs
+from autoshard.runtime.stage_planning import Staged
 from autoshard.schedules import Action, Kind, Schedule, in_ticks, shared_rows
 
 STATE, INPUT, SUM = "state", "input", "sum"
@@ -346,3 +350,45 @@ class Layout:
                 written, read = spans[key]
                 ring.write[written, rank] = row
                 ring.read[read, rank] = row
+
+    def memory_bytes(self, sizes: Mapping[str, int]) -> tuple[int, list[int]]:
+        """Bytes on one device between programs: of all slots, and for each rank of those in which it has something.
+
+        Args:
+          sizes: of a rank's mesh axes.
+        """
+        whole, own = 0, [0] * self.ranks
+        for table in (self.states, self.inputs, self.sums, *self.made.values(), *self.arrived.values()):
+            sizes_of = [slot.local_bytes(sizes) for slot in table.slots]
+            whole += sum(sizes_of)
+            for rank in range(self.ranks):
+                own[rank] += sum(sizes_of[k] for k in table.owned(rank))
+        for ring in self.rings.values():
+            sizes_of = [slot.local_bytes(sizes) for slot in ring.table.slots]
+            whole += ring.depth * sum(sizes_of)
+            for stage, rank in enumerate(self.placement):
+                rows = int(ring.write[:, rank].max()) + 1
+                own[rank] += rows * sum(sizes_of[k] for k in ring.table.owned(stage))
+        return whole, own
+
+
+def pipeline_layout(
+    staged: Staged, pipeline: PipelinePlan, info: StepInfo, on_pass: Callable[[str, Any], None] | None = None
+) -> Layout:
+    """Where everything of a planned pipeline lies in one program.
+
+    Args:
+      staged: its stages.
+      pipeline: their plans.
+      info: roles of the step.
+      on_pass: called with each stage's graph as it is emitted.
+    """
+    codes: list[StageCode] = []
+    for parts, graph, plan in zip(staged.stages.graphs, staged.graphs, pipeline.stages, strict=True):
+        program = constrained(graph, plan, on_pass)
+        programs = stage_programs(parts, program)
+        specs = stage_specs(parts, graph, program, plan, programs)
+        codes.append(StageCode(parts, programs, specs, tuple(zip(parts.inputs, graph.inputs, strict=False))))
+    given = set(info.donated)
+    state = {i: o for i, o in info.pairs if i in given}
+    return Layout(codes, staged.schedule, staged.stages.home, staged.stages.output_home, state)

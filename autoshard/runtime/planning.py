@@ -21,13 +21,14 @@ from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
 from autoshard.runtime.microbatches import split_batch
+from autoshard.runtime.likeness import with_runtime
+from autoshard.runtime.one_program import pipeline_compiler
 from autoshard.runtime.options import Options
 from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
-from autoshard.runtime.stage_backend import compile_stages
 from autoshard.runtime.stage_planning import Staged, plan_stages, restage, stage_devices
 from autoshard.runtime.target import Target, is_explicit
 from autoshard.search import collection_paused, make_plan, prepare
@@ -182,7 +183,8 @@ def plan_call(
     prepared = programs.prepared(way)
     if plan.pipeline is not None:
         staged = staged or restage(plan, programs.split(way), info)
-        compiler = functools.partial(compile_stages, staged, info, target.cluster)
+        plan = with_runtime(plan, staged, info, options.pipeline_runtime)
+        compiler = functools.partial(pipeline_compiler(plan), staged, info, target.cluster)
     else:
         compiler = functools.partial(compile_plan, prepared, target.cluster)
     for i, spec in pins.items():

@@ -89,7 +89,9 @@ def with_runtime(plan: Plan, staged: Staged, info: StepInfo, wanted: str | None)
     pipeline = plan.pipeline
     assert pipeline is not None, "a pipeline has stages"
     runtime = wanted or pipeline.runtime
-    if runtime == pipeline.runtime and (runtime == ONE_PROGRAM or any(line.startswith("runtime ") for line in plan.why)):
+    if runtime == pipeline.runtime and (
+        runtime == ONE_PROGRAM or any(line.startswith("runtime ") for line in plan.why)
+    ):
         return plan
     why = tuple(line for line in plan.why if not line.startswith("runtime "))
     if runtime == MPMD:

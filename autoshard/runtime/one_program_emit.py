@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.ir import Reshard, Value, evaluate, partition_spec
-from autoshard.passes import Part, Phase
+from autoshard.ir import Reshard, Spec, Value, divides, evaluate, partition_spec, replicated
+from autoshard.passes import Part, Phase, StageProgram
+from autoshard.runtime.manual_reshard import known_specs, manual_reshard
 from autoshard.runtime.one_program_layout import INPUT, PHASE_OF, STATE, SUM, TOTALS, Layout, Ref, Ring
 from autoshard.runtime.slots import Slot, fill, take
 from autoshard.runtime.target import STAGE
@@ -74,6 +75,7 @@ class _Emit:
         self._layout, self._mesh = layout, mesh
         self._env: dict[Hashable, Arrays] = {}
         self._rings = list(layout.rings.items())
+        self._sizes = {name: n for name, n in mesh.shape.items() if name != STAGE}
 
     def step(self, states: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
         """The whole step on one rank."""
@@ -100,8 +102,19 @@ class _Emit:
 
     # slots
 
+    def _state(self, array: Any, spec: Spec) -> Any:
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, partition_spec(spec)))
+
     def _pin(self, array: Any, slot: Slot) -> Any:
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, partition_spec(slot.spec)))
+        return self._state(array, slot.spec)
+
+    def _fit(self, array: Any, stage: int, value: Value, slot: Slot) -> Any:
+        """A stage's value as it lies in a slot, whose spec may be another."""
+        source = self._layout.codes[stage].slot(value).spec
+        array = fill(array, slot, value.aval)
+        if source == slot.spec or not divides(slot.shape, source, self._sizes):
+            return self._pin(array, slot)
+        return self._pin(manual_reshard(self._state(array, source), source, slot.spec, self._sizes), slot)
 
     def _zeros(self, slot: Slot) -> Any:
         return self._pin(jnp.zeros(slot.shape, slot.dtype), slot)
@@ -112,8 +125,21 @@ class _Emit:
     def _leave(self, array: Any, slot: Slot) -> Any:
         return self._pin(array if slot.shape else array.reshape((1,)), slot.outside())
 
-    def _constrain(self, value: Any, reshard: Reshard) -> Any:
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, partition_spec(reshard.spec)))
+    def _run(self, stage: int, program: StageProgram, operands: Sequence[Any]) -> list[Any]:
+        """A program's results."""
+        code = self._layout.codes[stage]
+        specs = {v: code.specs[code.top(v)] for v in program.graph.inputs if code.top(v) in code.specs}
+        known = known_specs(program.graph, {**code.specs, **specs}, self._sizes)
+
+        def constrain(value: Any, reshard: Reshard) -> Any:
+            source = known.get(reshard.input, replicated(len(value.shape)))
+            if not reshard.explicit:
+                value = self._state(value, source)
+            if source == reshard.spec or not divides(value.shape, source, self._sizes):
+                return self._state(value, reshard.spec)
+            return manual_reshard(value, source, reshard.spec, self._sizes)
+
+        return evaluate(program.graph, operands, constrain)
 
     # once a step
 
@@ -143,13 +169,13 @@ class _Emit:
                 if program is None:
                     continue
                 operands = [self._read(local, stage, v) for v in program.graph.inputs]
-                results = evaluate(program.graph, operands, self._constrain)
+                results = self._run(stage, program, operands)
                 for value, result in zip(program.results, results, strict=True):
                     top = code.top(value)
                     local[stage, top] = result
                     ref, slot = layout.where[stage, top], code.slot(top)
                     target = found.sums if ref.table == SUM else found.made
-                    target[ref.index] = self._pin(fill(result, slot, top.aval), slot)
+                    target[ref.index] = self._fit(result, stage, value, slot)
             found.made = [self._zeros(s) if a is None else a for a, s in zip(found.made, made, strict=True)]
             found.sent = [self._outgoing(local, key, mine) for key in keys]
             if collect:
@@ -181,8 +207,8 @@ class _Emit:
         for message in layout.messages[key]:
             if layout.placement[message.source] == mine:
                 slot = slots[message.index]
-                array = fill(self._read(local, message.source, message.value), slot, message.value.aval)
-                found[message.index] = self._pin(array, slot)
+                array = self._read(local, message.source, message.value)
+                found[message.index] = self._fit(array, message.source, message.value, slot)
         return [self._zeros(s) if a is None else a for a, s in zip(found, slots, strict=True)]
 
     def _deliver(self, keys: Sequence[tuple[Phase, int]], sent: Sequence[Arrays]) -> None:
@@ -211,7 +237,7 @@ class _Emit:
                     value = code.programs.outputs[code.parts.outputs.index(item.position)]
                     assert isinstance(value, Value), "literals have no slot"
                     slot = slots[item.index]
-                    target[item.index] = fill(self._read(local, item.stage, value), slot, value.aval)
+                    target[item.index] = self._fit(self._read(local, item.stage, value), item.stage, value, slot)
         states = [self._pin(a, s) for a, s in zip(states, layout.states.slots, strict=True)]
         return states, [self._pin(a, s) for a, s in zip(results, layout.results.slots, strict=True)]
 
@@ -220,9 +246,7 @@ class _Emit:
     def _loop(self, rank: Any) -> None:
         """All ticks."""
         layout = self._layout
-        rings = [
-            [self._zeros(slot.rows(ring.depth)) for slot in ring.table.slots] for _, ring in self._rings
-        ]
+        rings = [[self._zeros(slot.rows(ring.depth)) for slot in ring.table.slots] for _, ring in self._rings]
         table = jnp.asarray(self._table())[:, rank]
 
         def tick(carry: tuple[Arrays, Rings], row: Any) -> tuple[tuple[Arrays, Rings], None]:
@@ -233,7 +257,10 @@ class _Emit:
             sums, rows = jax.lax.switch(row[0], branches, sums, rings, row[1], reads)
             sums = [self._pin(a, s) for a, s in zip(sums, layout.sums.slots, strict=True)]
             written = [
-                [self._write(a, made, slot, ring, writes[k]) for a, made, slot in zip(old, new, ring.table.slots, strict=True)]
+                [
+                    self._write(a, made, slot, ring, writes[k])
+                    for a, made, slot in zip(old, new, ring.table.slots, strict=True)
+                ]
                 for k, ((_, ring), old, new) in enumerate(zip(self._rings, rings, rows, strict=True))
             ]
             return (sums, written), None
@@ -296,16 +323,16 @@ class _Emit:
                 program = code.program(PHASE_OF[kind])
                 if program is not None:
                     operands = [read(v) for v in program.graph.inputs]
-                    results = evaluate(program.graph, operands, self._constrain)
+                    results = self._run(stage, program, operands)
                     inner.update(zip(program.results, results, strict=True))
                     for value in program.results:
                         ref = layout.where.get((stage, code.top(value)))
                         if ref is not None and ref.table == SUM:
                             slot = layout.sums.slots[ref.index]
-                            sums[ref.index] = fill(inner[value], slot, value.aval)
+                            sums[ref.index] = self._fit(inner[value], stage, value, slot)
                 for k, (_, ring) in enumerate(self._rings):
                     for value, index in ring.sources.get(stage, ()) if ring.made is kind else ():
-                        rows[k][index] = fill(read(value), ring.table.slots[index], value.aval)
+                        rows[k][index] = self._fit(read(value), stage, value, ring.table.slots[index])
             filled = [
                 [self._zeros(s) if a is None else self._pin(a, s) for a, s in zip(mine, ring.table.slots, strict=True)]
                 for mine, (_, ring) in zip(rows, self._rings, strict=True)

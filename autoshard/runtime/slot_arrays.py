@@ -86,9 +86,7 @@ class SlotArrays:
 
     def _place(self, k: int) -> NamedSharding:
         each = self._held[k]
-        return NamedSharding(
-            self._meshes[each.item.rank], partition_spec(self._slots[each.item.index].outside().spec)
-        )
+        return NamedSharding(self._meshes[each.item.rank], partition_spec(self._slots[each.item.index].outside().spec))
 
     def _program(self, rank: int, inwards: bool) -> Callable[..., Sequence[Any]] | None:
         """Between the arrays of a rank that are not as in their slots, and what lies there."""

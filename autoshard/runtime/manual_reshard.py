@@ -10,28 +10,40 @@ may not stand in a branch that only some take; all-gathers and all-to-alls are d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from autoshard import jax_compat
 from autoshard.ir import (
+    COMBINERS,
     Apply,
+    Assignment,
     FactorKind,
+    FactorRule,
     Graph,
     Reshard,
     Spec,
     Value,
     assignment_of,
-    divides,
+    axes_size,
     factor_rule,
+    legal_part,
     partition_spec,
     replicated,
     spec_axes,
     spec_of,
 )
+from autoshard.runtime.pjit import group_counts
+
+LOOKUPS = ("gather", *COMBINERS)
+ON_PARTS = (*LOOKUPS, "conv_general_dilated", "fft", "top_k")
+"""What is applied to the parts: XLA would gather operands, exchange borders, or (gathers and scatters, jax 0.10.1) stop the
+process."""
 
 
 def manual_reshard(array: Any, source: Spec, target: Spec, sizes: Mapping[str, int]) -> Any:
@@ -107,22 +119,88 @@ def known_specs(graph: Graph, specs: Mapping[Value, Spec], sizes: Mapping[str, i
     return found
 
 
+def joint_assignment(
+    rule: FactorRule, specs: Sequence[Spec | None], kinds: Container[FactorKind], sizes: Mapping[str, int]
+) -> Assignment:
+    """For each factor of these kinds the axes over which the operands are split; none where operands contradict."""
+    found: list[tuple[str, ...]] = [()] * len(rule.sizes)
+    for dims, spec in zip(rule.operands, specs, strict=True):
+        for factor, axes in enumerate(() if spec is None else assignment_of(rule, dims, spec, sizes)):
+            if rule.kinds[factor] in kinds:
+                found[factor] = max(found[factor], axes, key=len)
+    used = [axis for axes in found for axis in axes]
+    return ((),) * len(found) if len(used) > len(set(used)) else legal_part(rule, tuple(found), sizes)
+
+
 def natural_specs(equation: Apply, specs: Mapping[Value, Spec], sizes: Mapping[str, int]) -> list[Spec]:
     """The specs in which an equation's results are made: split as its operands are, sums complete."""
-    whole = [replicated(len(v.shape)) for v in equation.outputs]
     if equation.graphs:
-        return whole
+        return [replicated(len(v.shape)) for v in equation.outputs]
     rule = factor_rule(equation)
-    assignment: list[tuple[str, ...]] = [()] * len(rule.sizes)
-    for dims, atom in zip(rule.operands, equation.inputs, strict=True):
-        spec = specs.get(atom) if isinstance(atom, Value) else None
-        if spec is None:
-            continue
-        for factor, axes in enumerate(assignment_of(rule, dims, spec, sizes)):
-            assignment[factor] = max(assignment[factor], axes, key=len)
-    used: list[str] = [axis for axes in assignment for axis in axes]
-    if len(used) > len(set(used)):
-        return whole
+    have = [specs.get(atom) if isinstance(atom, Value) else None for atom in equation.inputs]
+    assignment = joint_assignment(rule, have, _splits(equation), sizes)
+    if equation.name in ON_PARTS:
+        assignment, _ = _on_parts(equation, rule, assignment, sizes)
     kept = tuple(() if kind is FactorKind.REDUCTION else a for kind, a in zip(rule.kinds, assignment, strict=True))
-    made = [spec_of(dims, kept) for dims in rule.results]
-    return [s if divides(v.shape, s, sizes) else w for v, s, w in zip(equation.outputs, made, whole, strict=True)]
+    return [spec_of(dims, kept) for dims in rule.results]
+
+
+def _splits(equation: Apply) -> tuple[FactorKind, ...]:
+    """Factors that an equation may be split over."""
+    return (FactorKind.PARALLEL,) if equation.name in LOOKUPS else (FactorKind.PARALLEL, FactorKind.REDUCTION)
+
+
+def _on_parts(
+    equation: Apply, rule: FactorRule, assignment: Assignment, sizes: Mapping[str, int]
+) -> tuple[Assignment, dict[str, Any]]:
+    """The assignment as far as the primitive may be applied to the parts, and its parameters for them."""
+    params = {**equation.params, **group_counts(equation, rule, assignment, sizes)}
+    if equation.name not in LOOKUPS:
+        return assignment, params
+    if equation.name == "gather":
+        lengths = [
+            length // math.prod(axes_size(assignment[f], sizes) for f in dim) if length > 1 else length
+            for length, dim in zip(equation.params["slice_sizes"], rule.operands[0], strict=True)
+        ]
+        return assignment, {**params, "slice_sizes": tuple(lengths)}
+    numbers: Any = equation.params["dimension_numbers"]
+    indexed = {f for d in numbers.inserted_window_dims for f in rule.operands[0][d]}
+    return tuple(() if f in indexed else axes for f, axes in enumerate(assignment)), params
+
+
+def manual_bind(
+    equation: Apply, operands: Sequence[Any], specs: Sequence[Spec | None], sizes: Mapping[str, int]
+) -> Sequence[Any]:
+    """The results of an equation, its operands brought into line first, so that XLA has nothing to move.
+
+    Args:
+      equation: without bodies.
+      operands: tracers, inside a `shard_map` over other axes.
+      specs: they have; None: not known.
+      sizes: of mesh axes.
+    """
+    rule = factor_rule(equation)
+    assignment, params = joint_assignment(rule, specs, _splits(equation), sizes), dict(equation.params)
+    if equation.name in ON_PARTS:
+        assignment, params = _on_parts(equation, rule, assignment, sizes)
+    wanted = [spec_of(dims, assignment) for dims in rule.operands]
+    placed = [
+        x if have is None or have == want else manual_reshard(x, have, want, sizes)
+        for x, have, want in zip(operands, specs, wanted, strict=True)
+    ]
+    if equation.name not in ON_PARTS:
+        return jax_compat.bind(equation.primitive, placed, params)
+    results = [spec_of(dims, assignment) for dims in rule.results]
+    partial = tuple(axis for f in rule.of_kind(FactorKind.REDUCTION) for axis in assignment[f])
+
+    def local(*parts: Any) -> tuple[Any, ...]:
+        made = jax_compat.bind(equation.primitive, list(parts), params)
+        return tuple(jax.lax.psum(x, partial) if partial else x for x in made)
+
+    return jax.shard_map(
+        local,
+        in_specs=tuple(map(partition_spec, wanted)),
+        out_specs=tuple(map(partition_spec, results)),
+        axis_names=set(sizes),
+        check_vma=False,
+    )(*placed)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.ir import Reshard, Spec, Value, divides, evaluate, partition_spec, replicated
+from autoshard.ir import Apply, Reshard, Spec, Value, divides, evaluate, partition_spec, replicated
 from autoshard.passes import Part, Phase, StageProgram
-from autoshard.runtime.manual_reshard import known_specs, manual_reshard
+from autoshard.runtime.manual_reshard import known_specs, manual_bind, manual_reshard
 from autoshard.runtime.one_program_layout import INPUT, PHASE_OF, STATE, SUM, TOTALS, Layout, Ref, Ring
 from autoshard.runtime.slots import Slot, fill, take
 from autoshard.runtime.target import STAGE
@@ -139,7 +139,11 @@ class _Emit:
                 return self._state(value, reshard.spec)
             return manual_reshard(value, source, reshard.spec, self._sizes)
 
-        return evaluate(program.graph, operands, constrain)
+        def bind(equation: Apply, operands: list[Any]) -> Sequence[Any]:
+            specs = [known.get(atom) if isinstance(atom, Value) else None for atom in equation.inputs]
+            return manual_bind(equation, operands, specs, self._sizes)
+
+        return evaluate(program.graph, operands, constrain, bind)
 
     # once a step
 

@@ -456,8 +456,8 @@ def autoshard(
         they are made, and their step time is the model's where its validation beats the analytic one; `plan.why` says
         that it was used, or why not.
       plan: a plan made before, or its JSON file, used instead of a search.
-      pipeline_runtime: of a pipeline: "mpmd", each stage's programs on its own devices, at their own pace; "one-program",
-        one program for all stages, which have to be alike. None: "mpmd", or what the plan given was made for.
+      pipeline_runtime: of a pipeline: "mpmd", each stage's programs on its own devices, at their own pace;
+        "one-program", one program for all stages, which have to be alike. None: "mpmd", or that of `plan`.
       **later: sync, period, delay, merge, warmup_steps: not available yet, only
         None and the values of a step on one mesh are taken.
 

@@ -183,7 +183,7 @@ def weakly_typed(array: Any) -> Any:
     """The array with a weak type, as Python scalars have."""
     from jax._src.lax import lax as _lax
 
-    return _lax._convert_element_type(array, weak_type=True)
+    return _lax._convert_element_type(array, weak_type=True)  # pyright: ignore[reportPrivateUsage]
 
 
 def optimization_barrier_p() -> Any:

@@ -64,9 +64,7 @@ def bind_equation(equation: Apply, operands: Sequence[Any]) -> Sequence[Any]:
         return _apply(equation, list(operands), None, None)
 
 
-def _apply(
-    equation: Apply, operands: list[Any], constrain: Constrain | None, bind: Bind | None
-) -> Sequence[Any]:
+def _apply(equation: Apply, operands: list[Any], constrain: Constrain | None, bind: Bind | None) -> Sequence[Any]:
     if bind is not None and not equation.graphs:
         return bind(equation, operands)
     params = dict(equation.params)

@@ -20,8 +20,8 @@ from autoshard.schedules import in_ticks
 from autoshard.show import seconds, size_text
 
 MOST = 2.0
-"""Most bytes on a device, fillers among them, for each byte that the fullest rank has anyway. Chosen: beyond, the memory
-that a pipeline saves over one mesh is lost again to fillers."""
+"""Most bytes on a device, fillers among them, for each byte that the fullest rank has anyway. Chosen: beyond, the
+memory that a pipeline saves over one mesh is lost again to fillers."""
 
 ALLOWED_BYTES = 64 * 2**20
 """Fillers of so many bytes on a device are never a reason. Chosen: below 1% of the memory of a GPU of 8 GB or more."""
@@ -109,9 +109,9 @@ def with_runtime(plan: Plan, staged: Staged, info: StepInfo, wanted: str | None)
         )
     loop = max((span.end_s for span in plan.timeline.spans), default=0.0)
     line = (
-        f"runtime {ONE_PROGRAM}, as asked for: ranks in step take {seconds(found.time_s)} for the microbatches, at their "
-        f"own pace {seconds(loop)}; every device holds slots of {size_text(found.whole_bytes)}, the fullest stage "
-        f"has {size_text(found.own_bytes)}"
+        f"runtime {ONE_PROGRAM}, as asked for: ranks in step take {seconds(found.time_s)} for the microbatches, "
+        f"at their own pace {seconds(loop)}; every device holds slots of {size_text(found.whole_bytes)}, the fullest "
+        f"stage has {size_text(found.own_bytes)}"
     )
     changed = dataclasses.replace(pipeline, runtime=ONE_PROGRAM)
     time_s = plan.time_s + max(found.time_s - loop, 0.0)

@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir import Apply, Reshard, Spec, Value, divides, evaluate, partition_spec, replicated
 from autoshard.passes import Part, Phase, StageProgram
-from autoshard.runtime.manual_reshard import known_specs, manual_bind, manual_reshard
+from autoshard.runtime.manual_equation import known_specs, manual_bind
+from autoshard.runtime.manual_reshard import manual_reshard
 from autoshard.runtime.one_program_layout import INPUT, PHASE_OF, STATE, SUM, TOTALS, Layout, Ref, Ring
 from autoshard.runtime.slots import Slot, fill, take
 from autoshard.runtime.target import STAGE
@@ -298,49 +299,60 @@ class _Emit:
 
     def _turn(self, stage: int | None, kind: Kind) -> Callable[..., tuple[Arrays, Rings]]:
         """A branch of the loop: one pass of a stage; None: nothing."""
-        layout, numbers = self._layout, {sort: k for k, (sort, _) in enumerate(self._rings)}
-
-        def row_of(rings: Rings, reads: Any, ref: Ref) -> Any:
-            k = numbers[ref.table]
-            row = jax.lax.dynamic_index_in_dim(rings[k][ref.index], reads[k], 0, keepdims=False)
-            return self._pin(row, self._rings[k][1].table.slots[ref.index])
 
         def run(sums: Arrays, rings: Rings, number: Any, reads: Any) -> tuple[Arrays, Rings]:
             sums = list(sums)
-            rows: list[Arrays] = [[None] * len(ring.table.slots) for _, ring in self._rings]
+            rows: Rings = [[None] * len(ring.table.slots) for _, ring in self._rings]
             if stage is not None:
-                code = layout.codes[stage]
-                inner: dict[Value, Any] = {code.parts.number: number}
-
-                def read(value: Value) -> Any:
-                    if value in inner:
-                        return inner[value]
-                    places = (layout.kept,) if kind is Kind.BACKWARD else ()
-                    for place in (*places, layout.arrivals):
-                        ref = place.get((stage, value))
-                        if ref is not None:
-                            return take(row_of(rings, reads, ref), value.aval)
-                    top = code.top(value)
-                    ref = layout.where[stage, top]
-                    return take(sums[ref.index] if ref.table == SUM else self._env[ref.table][ref.index], top.aval)
-
-                program = code.program(PHASE_OF[kind])
-                if program is not None:
-                    operands = [read(v) for v in program.graph.inputs]
-                    results = self._run(stage, program, operands)
-                    inner.update(zip(program.results, results, strict=True))
-                    for value in program.results:
-                        ref = layout.where.get((stage, code.top(value)))
-                        if ref is not None and ref.table == SUM:
-                            slot = layout.sums.slots[ref.index]
-                            sums[ref.index] = self._fit(inner[value], stage, value, slot)
-                for k, (_, ring) in enumerate(self._rings):
-                    for value, index in ring.sources.get(stage, ()) if ring.made is kind else ():
-                        rows[k][index] = self._fit(read(value), stage, value, ring.table.slots[index])
+                self._pass(stage, kind, sums, rows, rings, number, reads)
             filled = [
                 [self._zeros(s) if a is None else self._pin(a, s) for a, s in zip(mine, ring.table.slots, strict=True)]
                 for mine, (_, ring) in zip(rows, self._rings, strict=True)
             ]
-            return [self._pin(a, s) for a, s in zip(sums, layout.sums.slots, strict=True)], filled
+            return [self._pin(a, s) for a, s in zip(sums, self._layout.sums.slots, strict=True)], filled
 
         return run
+
+    def _pass(self, stage: int, kind: Kind, sums: Arrays, rows: Rings, rings: Rings, number: Any, reads: Any) -> None:
+        """A forward or backward pass of a microbatch.
+
+        Args:
+          stage: whose.
+          kind: which of the two.
+          sums: accumulators, which it changes.
+          rows: of each ring the row to write, which it fills in.
+          rings: as they are.
+          number: of the microbatch.
+          reads: of each ring the row that the microbatch has in it.
+        """
+        layout = self._layout
+        code, inner = layout.codes[stage], {layout.codes[stage].parts.number: number}
+        numbers = {sort: k for k, (sort, _) in enumerate(self._rings)}
+
+        def row_of(ref: Ref) -> Any:
+            k = numbers[ref.table]
+            row = jax.lax.dynamic_index_in_dim(rings[k][ref.index], reads[k], 0, keepdims=False)
+            return self._pin(row, self._rings[k][1].table.slots[ref.index])
+
+        def read(value: Value) -> Any:
+            if value in inner:
+                return inner[value]
+            ref = layout.kept.get((stage, value)) if kind is Kind.BACKWARD else None
+            ref = ref or layout.arrivals.get((stage, value))
+            if ref is not None:
+                return take(row_of(ref), value.aval)
+            top = code.top(value)
+            ref = layout.where[stage, top]
+            return take(sums[ref.index] if ref.table == SUM else self._env[ref.table][ref.index], top.aval)
+
+        program = code.program(PHASE_OF[kind])
+        if program is not None:
+            results = self._run(stage, program, [read(v) for v in program.graph.inputs])
+            inner.update(zip(program.results, results, strict=True))
+            for value in program.results:
+                ref = layout.where.get((stage, code.top(value)))
+                if ref is not None and ref.table == SUM:
+                    sums[ref.index] = self._fit(inner[value], stage, value, layout.sums.slots[ref.index])
+        for k, (_, ring) in enumerate(self._rings):
+            for value, index in ring.sources.get(stage, ()) if ring.made is kind else ():
+                rows[k][index] = self._fit(read(value), stage, value, ring.table.slots[index])

@@ -1,4 +1,4 @@
-"""Where everything of a pipeline lies when all stages are one program: which slot, which row of which buffer, at which tick.
+"""Where everything of a pipeline lies when all stages are one program: slots, rows of buffers, ticks.
 
     state, inputs     slots that the program takes; state slots come out again
     made, arrived     results of `before` and `after` programs; what other ranks sent of them, once a step
@@ -126,13 +126,17 @@ class Ring:
       depth: rows.
       write: for each tick and rank the row that is written, -1 for none.
       read: for each tick and rank the row that is read.
-      offset: how many ranks on its values are sent before they are written; 0: none.
+      read_in: in which kind of pass they are read; None: after the loop.
+      hop: how many stages on its values are sent before they are written.
+      offset: how many ranks on.
       pairs: (rank, rank it sends to).
       sources: for each source stage (value there, slot).
       made: whether rows are written in a forward or a backward pass.
     """
 
     made: Kind
+    read_in: Kind | None
+    hop: int = 0
     offset: int = 0
     table: Table = field(default_factory=Table)
     depth: int = 0
@@ -188,6 +192,7 @@ class Layout:
         phases = {p.phase for code in codes for p in code.programs.programs}
         self.phases = sorted(p for p in phases if p not in (FORWARD, BACKWARD))
         self.sums = Table()
+        self._made_in: dict[tuple[int, Value], Phase] = {}
         self.made: dict[Phase, Table] = {phase: Table() for phase in self.phases}
         self._find_made()
         self.rings: dict[Hashable, Ring] = {}
@@ -199,8 +204,8 @@ class Layout:
         self._find_messages()
         ticks = in_ticks(schedule)
         self.rows, self._at = ticks.rows, ticks.at
-        for sort, ring in self.rings.items():
-            self._fill_ring(sort, ring)
+        for ring in self.rings.values():
+            self._fill_ring(ring)
 
     # what goes in and comes out
 
@@ -259,6 +264,7 @@ class Layout:
                     else:
                         index = self.made[phase].add(rank, (stage, top), code.slot(top))
                         self.where[stage, top] = Ref(phase, index)
+                        self._made_in[stage, top] = phase
 
     def _find_messages(self) -> None:
         for target, code in enumerate(self.codes):
@@ -268,9 +274,7 @@ class Layout:
                 departures = dict(zip(there.parts.departures, there.programs.outputs[first:], strict=False))
                 atom = departures[value]
                 assert isinstance(atom, Value), "what is sent is made by an equation"
-                made = self.where[source, there.top(atom)].table
-                phase = made if made in self.made else TOTALS
-                assert isinstance(phase, tuple), "phases are part and round"
+                phase = self._made_in.get((source, there.top(atom)), TOTALS)
                 offset = self._offset(source, target)
                 table = self.arrived.setdefault((phase, offset), Table())
                 index = table.add(self.placement[target], (target, value), code.slot(value))
@@ -294,7 +298,7 @@ class Layout:
             for value in () if backward is None else backward.graph.inputs:
                 if code.made_in(value) is Kind.FORWARD or uses.get(value) is Kind.FORWARD:
                     sort = ("kept", chunk)
-                    ring = self.rings.setdefault(sort, Ring(Kind.FORWARD))
+                    ring = self.rings.setdefault(sort, Ring(Kind.FORWARD, Kind.BACKWARD))
                     index = ring.table.add(stage, value, code.slot(value))
                     self.kept[stage, value] = Ref(sort, index)
                     ring.sources.setdefault(stage, []).append((value, index))
@@ -302,7 +306,7 @@ class Layout:
                 kind = code.made_in(part) or uses.get(part)
                 assert kind is not None, "what is stacked is made in the loop, or has come there"
                 sort = ("stack", kind, chunk)
-                ring = self.rings.setdefault(sort, Ring(kind))
+                ring = self.rings.setdefault(sort, Ring(kind, None))
                 whole = code.slot(stack)
                 index = ring.table.add(stage, stack, Slot(whole.shape[1:], whole.dtype, whole.spec[1:]))
                 self.where[stage, stack] = Ref(sort, index)
@@ -317,30 +321,28 @@ class Layout:
         assert kind is not None, "what is sent of a microbatch is made in the loop"
         offset = self._offset(source, stage)
         sort = ("sent", stage - source, offset, kind, use)
-        ring = self.rings.setdefault(sort, Ring(kind, offset))
+        ring = self.rings.setdefault(sort, Ring(kind, use, stage - source, offset))
         index = ring.table.add(stage, value, code.slot(value))
         ring.pairs.add((self.placement[source], self.placement[stage]))
         ring.sources.setdefault(source, []).append((atom, index))
         self.arrivals[stage, value] = Ref(sort, index)
 
-    def _fill_ring(self, sort: Hashable, ring: Ring) -> None:
+    def _fill_ring(self, ring: Ring) -> None:
         """Rows and ticks of a ring."""
-        assert isinstance(sort, tuple), "sorts are tuples"
         ring.write = np.full((len(self.rows), self.ranks), -1, np.int32)
         ring.read = np.zeros((len(self.rows), self.ranks), np.int32)
         every = range(self.microbatches)
-        if sort[0] == "stack":
+        if ring.read_in is None:
             ring.depth = self.microbatches
             for stage in ring.sources:
                 for m in every:
                     ring.write[self._at[Action(ring.made, stage, m)], self.placement[stage]] = m
             return
-        hop, use = (sort[1], sort[4]) if sort[0] == "sent" else (0, Kind.BACKWARD)
-        targets = {source + hop for source in ring.sources}
+        targets = {source + ring.hop for source in ring.sources}
         for rank in range(self.ranks):
             mine = [s for s in targets if self.placement[s] == rank]
             spans = {
-                (s, m): (self._at[Action(ring.made, s - hop, m)], self._at[Action(use, s, m)])
+                (s, m): (self._at[Action(ring.made, s - ring.hop, m)], self._at[Action(ring.read_in, s, m)])
                 for s in mine
                 for m in every
             }

@@ -152,10 +152,11 @@ def _joined(each: Sequence[Assignment]) -> Assignment:
     return tuple(max(axes, key=len) for axes in zip(*each, strict=True))
 
 
-def group_counts(
-    equation: Apply, rule: FactorRule, assignment: Assignment, sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """The group counts of one device of a convolution, none of other equations: groups are the one factor that the split dimension shares with the features."""
+def group_counts(equation: Apply, rule: FactorRule, assignment: Assignment, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The group counts of one device of a convolution; none of other equations.
+
+    Groups are the one factor that the split dimension shares with the features.
+    """
     found: dict[str, int] = {}
     for name, entry in GROUP_COUNTS.items():
         count = int(equation.params.get(name, 1))

@@ -20,8 +20,8 @@ from autoshard.passes import Microbatches, Remat, forward_cuts, microbatched, ru
 from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
-from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.likeness import with_runtime
+from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.one_program import pipeline_compiler
 from autoshard.runtime.options import Options
 from autoshard.runtime.outputs import FlatFunction

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from autoshard import jax_compat
 from autoshard.ir import partition_spec
 from autoshard.runtime.one_program_layout import Item
-from autoshard.runtime.slots import Slot, fill, is_key, take
+from autoshard.runtime.slots import Slot, fill, is_key, is_nothing, take
 
 
 @final
@@ -41,7 +41,7 @@ class Held:
 
     def as_is(self, slot: Slot) -> bool:
         """Whether its buffers are those of the slot."""
-        return bool(slot.shape) and not is_key(self.aval) and not self.aval.weak_type
+        return bool(slot.shape) and not (is_key(self.aval) or is_nothing(self.aval) or self.aval.weak_type)
 
 
 @final

@@ -1,7 +1,7 @@
 """Slots: what the ranks of a pipeline hold, matched, so that one program can name all of it alike.
 
-A slot is an array that every rank has, of one shape, dtype and spec over the rank's devices; each rank keeps something of
-its own in it, or nothing (a filler):
+A slot is an array that every rank has, of one shape, dtype and spec over the rank's devices; each rank keeps something
+of its own in it, or nothing (a filler):
 
     rank 0   table f32[64,16]   w0 f32[16,16]                             f32[64,16]  f32[16,16]  f32[16,16]
     rank 1   w1 f32[16,16]      w2 f32[16,16]     -->   slots of rank 0   table       w0          -
@@ -67,8 +67,15 @@ def is_key(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jax.dtypes.prng_key))
 
 
+def is_nothing(aval: Any) -> bool:
+    """Whether values of this type have no contents: gradients of integers (float0)."""
+    return aval.dtype == jax.dtypes.float0
+
+
 def slot_for(aval: Any, spec: Spec) -> Slot:
-    """The slot that holds values of this type."""
+    """The slot that holds values of this type; of what has no contents it is one of booleans."""
+    if is_nothing(aval):
+        return Slot(tuple(aval.shape), np.dtype(bool), spec)
     if not is_key(aval):
         return Slot(tuple(aval.shape), np.dtype(aval.dtype), spec)
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
@@ -77,6 +84,8 @@ def slot_for(aval: Any, spec: Spec) -> Slot:
 
 def fill(array: Any, slot: Slot, aval: Any) -> Any:
     """A value as it lies in its slot."""
+    if is_nothing(aval):
+        return jnp.zeros(slot.shape, slot.dtype)
     if is_key(aval):
         array = jax.random.key_data(array)
     return jax.lax.convert_element_type(array, slot.dtype)  # not weakly typed
@@ -84,6 +93,8 @@ def fill(array: Any, slot: Slot, aval: Any) -> Any:
 
 def take(array: Any, aval: Any) -> Any:
     """The value of this type that lies in a slot."""
+    if is_nothing(aval):
+        return np.zeros(aval.shape, jax.dtypes.float0)
     return jax.random.wrap_key_data(array, impl=jax_compat.key_impl(aval.dtype)) if is_key(aval) else array
 
 

@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import autoshard
 from autoshard.errors import ArgumentError, MicrobatchError
 from autoshard.plan import Plan
+from autoshard.runtime.hlo_module import parse_module
 from autoshard.runtime.likeness import likeness
+from autoshard.runtime.one_program import check_branches
 from autoshard.runtime.one_program_layout import pipeline_layout
 from autoshard.schedules import interleaved
 from tests.helpers import eager_cluster
@@ -35,12 +38,11 @@ EFFECTS = ("mlp_sum_loss_debug_print", "mlp_debug_callback")
 """Programs that print or call back."""
 
 SLICE = (
-    ("mlp_many_outputs", "float32", 2),
     ("mlp_two_losses", "float32", 2),
     ("integer_leaves", "float32", 2),
+    ("strided_convolution", "float32", 2),
+    ("lstm_carried", "float32", 2),
     ("switched", "float64", 4),
-    ("unet", "float32", 2),
-    ("equinox_module", "float32", 2),
 )
 """Programs, precisions and stages that CI runs."""
 
@@ -240,6 +242,36 @@ def test_stages_on_unlike_meshes_are_refused() -> None:
 def test_an_unknown_runtime_is_refused() -> None:
     with pytest.raises(ArgumentError, match="pipeline_runtime='spmd'"):
         autoshard(chain()[0], pipeline_runtime="spmd")
+
+
+@pytest.mark.parametrize("permutes", [False, True])
+def test_a_branch_that_other_ranks_would_wait_for_is_refused(permutes: bool) -> None:
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), ("stage", "a", "b"), axis_types=auto)
+
+    def body(x: Any) -> Any:
+        inner: Any = jax.sharding.get_abstract_mesh()
+
+        def place(x: Any, *axes: Any) -> Any:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(inner, PartitionSpec(*axes)))
+
+        def first(x: Any) -> Any:
+            if permutes:
+                x = place(jnp.tanh(place(x, None, ("a", "b"))), None, ("b", "a"))
+            return place(jnp.tanh(place(x, None, "a")), "a")
+
+        return jax.lax.switch(jax.lax.axis_index("stage"), [first, lambda x: place(x, "a")], place(x, "a"))
+
+    whole = PartitionSpec("stage")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"stage"}, check_vma=False)
+    place = NamedSharding(mesh, PartitionSpec(("stage", "a")))
+    jitted: Any = jax.jit(mapped, in_shardings=place, out_shardings=place)
+    module = parse_module(jitted.lower(jax.ShapeDtypeStruct((16, 8), np.float32)).compile().as_text())
+    if not permutes:
+        check_branches(module, 4, "step")
+        return
+    with pytest.raises(ArgumentError, match=r"collective-permute .* inside a stage of step"):
+        check_branches(module, 4, "step")
 
 
 @pytest.mark.deviceless

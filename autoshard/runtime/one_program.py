@@ -111,7 +111,7 @@ def build_one_program(
     results = SlotArrays(layout.results.slots, [given(x) for x in layout.result_items], automatic, by_rank)
     jitted = jit_pipeline(layout, automatic, name, donate)
     compiled = jitted.lower(states.structs(), inputs.structs()).compile()
-    _check_branches(parse_module(compiled.as_text()), automatic.devices.size // layout.ranks, name)
+    check_branches(parse_module(compiled.as_text()), automatic.devices.size // layout.ranks, name)
 
     whole = NamedSharding(mesh, partition_spec(()))
     homes = [stages.home.get(i) for i in range(len(planned.avals))]
@@ -164,10 +164,19 @@ def _moved(array: Any, target: NamedSharding, apart: bool) -> Any:
     return jax.device_put(array, target, may_alias=False if apart else None)
 
 
-def _check_branches(module: Module, devices: int, name: str) -> None:
+def check_branches(module: Module, devices: int, name: str) -> None:
     """Refuses a program in which a branch waits for devices of ranks that may take another.
 
-    Collectives are done by groups, which lie on one rank; a collective-permute is waited for by all devices.
+    Collectives are done by groups, which lie on one rank; a collective-permute is waited for by all devices (XLA:CPU of
+    jax 0.10.1 ends the process after a while).
+
+    Args:
+      module: compiled.
+      devices: of each rank.
+      name: of the step.
+
+    Raises:
+      ArgumentError: there is one.
     """
     for computation in _branches(module):
         for instruction in computation.instructions:

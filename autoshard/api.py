@@ -41,7 +41,7 @@ from autoshard.runtime import (
     agreed,
     bind,
     build,
-    build_pipeline,
+    build_stages,
     check_options,
     emit,
     find_target,
@@ -219,7 +219,7 @@ class Step:
         def make(planned: Planned) -> Compiled:
             mesh = running_mesh(planned.target, planned.plan.mesh)
             if planned.staged is not None:
-                return build_pipeline(planned, planned.staged, mesh, self.__name__, dumper)[0]
+                return build_stages(planned, planned.staged, mesh, self.__name__, dumper)
             return build(planned, mesh, emit(planned.graph, planned.plan, mesh, dumper), self.__name__)
 
         compiled = make(planned) if planned.staged is not None else fitting(planned, make)
@@ -428,6 +428,7 @@ def autoshard(
     dump_dir: Any = None,
     learned_model: Any = None,
     plan: Any = None,
+    pipeline_runtime: Any = None,
     **later: Any,
 ) -> Step | Callable[[Callable[..., Any]], Step]:
     """Shards a step that was written for one device.
@@ -462,6 +463,8 @@ def autoshard(
         they are made, and their step time is the model's where its validation beats the analytic one; `plan.why` says
         that it was used, or why not.
       plan: a plan made before, or its JSON file, used instead of a search.
+      pipeline_runtime: of a pipeline: "mpmd", each stage's programs on its own devices, at their own pace;
+        "one-program", one program for all stages, which have to be alike. None: "mpmd", or that of `plan`.
       **later: sync, period, delay, merge, warmup_steps: not available yet, only
         None and the values of a step on one mesh are taken.
 
@@ -485,6 +488,7 @@ def autoshard(
         dump_dir=os.environ.get(DUMP_VARIABLE) if dump_dir is None else dump_dir,
         learned_model=learned_model,
         later=later,
+        pipeline_runtime=pipeline_runtime,
     )
 
     def decorate(function: Any) -> Step:

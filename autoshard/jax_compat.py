@@ -117,10 +117,16 @@ def source_line(source: Any) -> str:
 
 @contextlib.contextmanager
 def equation_context(source: Any, context: Any) -> Generator[None]:
-    """Binds inside carry the equation's source and name stack, and run in its configuration."""
+    """Binds inside carry the equation's source and name stack, and run in its configuration.
+
+    Inside a `shard_map` they stay in its mesh, which is not the one the equation was traced in.
+    """
     stack = _source_info.current_name_stack() + source.name_stack
     manager = contextlib.nullcontext() if context is None else context.manager
-    with _source_info.user_context(source.traceback, name_stack=stack), manager:
+    around = jax.sharding.get_abstract_mesh()
+    inside = context is not None and jax.sharding.AxisType.Manual in around.axis_types
+    mesh = jax.sharding.use_abstract_mesh(around) if inside else contextlib.nullcontext()
+    with _source_info.user_context(source.traceback, name_stack=stack), manager, mesh:
         yield
 
 
@@ -196,6 +202,18 @@ def array_of_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
 
     plain = _core.ShapedArray(aval.shape, aval.dtype, weak_type=True)
     return _array.ArrayImpl(plain, sharding, list(shards), committed=True)
+
+
+def key_impl(dtype: Any) -> Any:
+    """The generator of typed PRNG keys of this dtype, as `jax.random.wrap_key_data` takes it."""
+    return dtype._impl
+
+
+def weakly_typed(array: Any) -> Any:
+    """The array with a weak type, as Python scalars have."""
+    from jax._src.lax import lax as _lax
+
+    return _lax._convert_element_type(array, weak_type=True)  # pyright: ignore[reportPrivateUsage]
 
 
 def optimization_barrier_p() -> Any:

@@ -166,6 +166,7 @@ class PipelinePlan:
         times and memory are those of a step without waiting.
       forward_s, backward_s: for each stage, seconds of one microbatch.
       held: for each stage, the most microbatches whose activations it holds.
+      runtime: "mpmd": each stage's own programs; "one-program": all stages as one.
     """
 
     schedule: str
@@ -177,6 +178,7 @@ class PipelinePlan:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     held: tuple[int, ...]
+    runtime: str = "mpmd"
 
 
 @final

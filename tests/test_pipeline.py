@@ -6,7 +6,7 @@ CI runs a slice, `make test-all` all: 2 and 4 stages, 4 and 8 microbatches, both
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,40 +40,41 @@ OTHER_COUNTS = {("mlp_batch_12", 8): 6}
 """Microbatches of programs whose batch the usual number does not divide."""
 
 SLICE = (
-    "mlp_momentum",
-    "mlp_many_outputs",
-    "mlp_two_losses",
-    "multi_steps",
-    "loss_scaling",
-    "custom_vjp_attention",
-    "unet",
-    "switched",
+    ("mlp_momentum", "float32", 2),
+    ("mlp_many_outputs", "float32", 2),
+    ("mlp_two_losses", "float32", 2),
+    ("multi_steps", "float32", 2),
+    ("loss_scaling", "float32", 2),
+    ("custom_vjp_attention", "float32", 2),
+    ("custom_vjp_attention", "float64", 4),
+    ("unet", "float32", 2),
+    ("switched", "float32", 2),
 )
+"""Programs, precisions and stages that CI runs."""
 
 
-def decorated(program: Program, dtype: str, stages: int, count: int) -> tuple[Any, Any]:
+def decorated(program: Program, dtype: str, stages: int, count: int, **more: Any) -> tuple[Any, Any]:
     case = program.build(jnp.dtype(dtype).type)
-    options = {"static_argnums": case.static_argnums, "static_argnames": case.static_argnames}
+    options = {"static_argnums": case.static_argnums, "static_argnames": case.static_argnames, **more}
     layout = LAYOUTS[stages]
     step = autoshard(mesh=layout, stages=stages, devices=eager_cluster(), microbatches=count, **options)(case.step)
     return case, step
 
 
-def parameters() -> list[Any]:
+def parameters(often: Collection[tuple[str, str, int]]) -> list[Any]:
+    """All programs, precisions and numbers of stages; those that are not of `often` are marked `full`."""
     found: list[Any] = []
     for program in (p for p in PROGRAMS if p.microbatch):
         for dtype in LIMITS:
             for stages, usual in ((2, 4), (4, 8)):
                 count = OTHER_COUNTS.get((program.name, usual), usual)
-                slice_ = dtype == "float32" and program.name in SLICE and stages == 2
-                slice_ |= dtype == "float64" and program.name == "custom_vjp_attention" and stages == 4
-                marks: list[Any] = [] if slice_ else [pytest.mark.full]
+                marks: list[Any] = [] if (program.name, dtype, stages) in often else [pytest.mark.full]
                 name = f"{program.name}-{dtype}-{stages}-{count}"
                 found.append(pytest.param(program, dtype, stages, count, marks=marks, id=name))
     return found
 
 
-@pytest.mark.parametrize(("program", "dtype", "stages", "count"), parameters())
+@pytest.mark.parametrize(("program", "dtype", "stages", "count"), parameters(SLICE))
 def test_equals_plain_jit(program: Program, dtype: str, stages: int, count: int) -> None:
     with jax.enable_x64(dtype == "float64"):
         case, step = decorated(program, dtype, stages, count)

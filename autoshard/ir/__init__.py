@@ -25,6 +25,7 @@ from .printer import short_type as short_type
 from .rule_builder import FactorBuilder as FactorBuilder
 from .rules import factor_rule as factor_rule
 from .rules import register_rule as register_rule
+from .rules_index import COMBINERS as COMBINERS
 from .spec import SPLITTABLE as SPLITTABLE
 from .spec import Assignment as Assignment
 from .spec import MeshShape as MeshShape
@@ -33,6 +34,7 @@ from .spec import assignments as assignments
 from .spec import axes_size as axes_size
 from .spec import divides as divides
 from .spec import from_partition_spec as from_partition_spec
+from .spec import legal_part as legal_part
 from .spec import local_bytes as local_bytes
 from .spec import local_shape as local_shape
 from .spec import partition_spec as partition_spec

@@ -15,9 +15,12 @@ from autoshard import jax_compat
 from autoshard.ir.graph import Apply, Atom, Graph, Literal, Reshard, Value
 
 Constrain = Callable[[Any, Reshard], Any]
+Bind = Callable[[Apply, list[Any]], Sequence[Any]]
 
 
-def evaluate(graph: Graph, args: Sequence[Any], constrain: Constrain | None = None) -> list[Any]:
+def evaluate(
+    graph: Graph, args: Sequence[Any], constrain: Constrain | None = None, bind: Bind | None = None
+) -> list[Any]:
     """The outputs of the graph.
 
     Args:
@@ -25,6 +28,7 @@ def evaluate(graph: Graph, args: Sequence[Any], constrain: Constrain | None = No
       args: one array or tracer for each input.
       constrain: what to do at a `Reshard` (the pjit runtime puts a sharding constraint there); None: nothing,
         and a user's own sharding constraints are left out as well, which is right on one device.
+      bind: gives the results of an equation without bodies; None: its primitive is applied.
 
     Returns:
       One array for each output.
@@ -40,30 +44,32 @@ def evaluate(graph: Graph, args: Sequence[Any], constrain: Constrain | None = No
             elif constrain is None and equation.name == "sharding_constraint":
                 results = operands
             else:
-                results = _apply(equation, operands, constrain)
+                results = _apply(equation, operands, constrain, bind)
         env.update(zip(equation.outputs, results, strict=True))
         for value in last_use.get(i, ()):
             env.pop(value, None)
     return [_read(env, atom) for atom in graph.outputs]
 
 
-def rebuild(graph: Graph, constrain: Constrain | None = None) -> Any:
+def rebuild(graph: Graph, constrain: Constrain | None = None, bind: Bind | None = None) -> Any:
     """A closed jaxpr that computes the graph."""
     return jax_compat.trace_avals(
-        lambda *args: evaluate(graph, args, constrain), [value.aval for value in graph.inputs]
+        lambda *args: evaluate(graph, args, constrain, bind), [value.aval for value in graph.inputs]
     )
 
 
 def bind_equation(equation: Apply, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of one equation, with its source location and context."""
     with jax_compat.equation_context(equation.place.source, equation.context):
-        return _apply(equation, list(operands), None)
+        return _apply(equation, list(operands), None, None)
 
 
-def _apply(equation: Apply, operands: list[Any], constrain: Constrain | None) -> Sequence[Any]:
+def _apply(equation: Apply, operands: list[Any], constrain: Constrain | None, bind: Bind | None) -> Sequence[Any]:
+    if bind is not None and not equation.graphs:
+        return bind(equation, operands)
     params = dict(equation.params)
     if equation.graphs:
-        bodies = [rebuild(body, constrain) for body in equation.graphs]
+        bodies = [rebuild(body, constrain, bind) for body in equation.graphs]
         params = jax_compat.body_params(params, equation.name, bodies)
     return jax_compat.bind(equation.primitive, operands, params)
 

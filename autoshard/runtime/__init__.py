@@ -23,6 +23,8 @@ from .hlo import collectives as collectives
 from .hlo import kernels as kernels
 from .initialise import initialise as initialise
 from .learned_time import learned_time as learned_time
+from .one_program import build_one_program as build_one_program
+from .one_program import build_stages as build_stages
 from .options import Options as Options
 from .options import check_options as check_options
 from .parameters import Parameters as Parameters

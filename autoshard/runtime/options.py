@@ -36,6 +36,10 @@ ONE_MESH: Mapping[str, tuple[Any, ...]] = {
 """Options of delayed averaging, with the values (beside None) that say "on one mesh, as written"."""
 
 
+MPMD, ONE_PROGRAM = "mpmd", "one-program"
+"""Runtimes of pipelines."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -54,6 +58,7 @@ class Options:
       seed: of the search.
       dump_dir: where the IR is written after each pass.
       learned_model: predicts the step time of plans where it may (`autoshard.runtime.learned_time`).
+      pipeline_runtime: `MPMD` or `ONE_PROGRAM`, None to choose.
     """
 
     mesh: jax.sharding.Mesh | MeshShape | None
@@ -68,6 +73,7 @@ class Options:
     seed: int
     dump_dir: Path | None
     learned_model: LearnedModel | None
+    pipeline_runtime: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -90,6 +96,7 @@ def check_options(
     dump_dir: Any,
     learned_model: Any,
     later: Mapping[str, Any],
+    pipeline_runtime: Any = None,
 ) -> Options:
     """The options, or an error that says which one is wrong.
 
@@ -114,6 +121,7 @@ def check_options(
         seed=seed,
         dump_dir=_check_folder(dump_dir),
         learned_model=_check_model(learned_model),
+        pipeline_runtime=_check_runtime(pipeline_runtime),
     )
 
 
@@ -203,6 +211,18 @@ def _check_schedule(schedule: Any, stages: Any) -> Any:
             explain(f"schedule={schedule!r} without stages", "a number of stages above 1 beside it", "give stages=")
         )
     return schedule
+
+
+def _check_runtime(runtime: Any) -> str | None:
+    if runtime is None or (isinstance(runtime, str) and runtime in (MPMD, ONE_PROGRAM)):
+        return runtime
+    raise ArgumentError(
+        explain(
+            f"pipeline_runtime={runtime!r}",
+            f"{MPMD!r} (a program for each stage), {ONE_PROGRAM!r}, or None to choose",
+            "give one of these",
+        )
+    )
 
 
 def _check_remat(remat: Any) -> bool | None:

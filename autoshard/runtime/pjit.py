@@ -122,7 +122,7 @@ def local_equation(
         return equation
     partial = tuple(axis for f in rule.of_kind(FactorKind.REDUCTION) for axis in assignment[f])
     psum: Any = jax.lax.psum  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    params = {**equation.params, **_group_counts(equation, rule, assignment, sizes)}
+    params = {**equation.params, **group_counts(equation, rule, assignment, sizes)}
 
     def part(*values: Any) -> Any:
         results = jax_compat.bind(equation.primitive, list(values), dict(params))
@@ -152,10 +152,11 @@ def _joined(each: Sequence[Assignment]) -> Assignment:
     return tuple(max(axes, key=len) for axes in zip(*each, strict=True))
 
 
-def _group_counts(
-    equation: Apply, rule: FactorRule, assignment: Assignment, sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """The group counts of one device: groups are the one factor that the split dimension shares with the features."""
+def group_counts(equation: Apply, rule: FactorRule, assignment: Assignment, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The group counts of one device of a convolution; none of other equations.
+
+    Groups are the one factor that the split dimension shares with the features.
+    """
     found: dict[str, int] = {}
     for name, entry in GROUP_COUNTS.items():
         count = int(equation.params.get(name, 1))

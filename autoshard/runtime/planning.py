@@ -20,14 +20,15 @@ from autoshard.passes import Microbatches, Remat, forward_cuts, microbatched, ru
 from autoshard.plan import Alternative, Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
+from autoshard.runtime.likeness import with_runtime
 from autoshard.runtime.microbatches import split_batch
+from autoshard.runtime.one_program import pipeline_compiler
 from autoshard.runtime.options import Options
 from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
-from autoshard.runtime.stage_backend import compile_stages
 from autoshard.runtime.stage_planning import Skeleton, Staged, plan_stages, restage, stage_devices
 from autoshard.runtime.stage_search import FIRST, Outline, PipelineSearch, find_units, likely, stage_counts
 from autoshard.runtime.target import Target, is_explicit
@@ -204,7 +205,8 @@ def plan_call(
     prepared = programs.traced if plan.pipeline is not None else programs.prepared(way)
     if plan.pipeline is not None:
         staged = staged or restage(plan, programs.split(way), info)
-        compiler = functools.partial(compile_stages, staged, info, target.cluster)
+        plan = with_runtime(plan, staged, info, options.pipeline_runtime)
+        compiler = functools.partial(pipeline_compiler(plan), staged, info, target.cluster)
     else:
         compiler = functools.partial(compile_plan, prepared, target.cluster)
     for i, spec in pins.items():

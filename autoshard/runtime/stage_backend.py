@@ -110,7 +110,7 @@ class StageBackend:
                 continue
             program = constrained(graph, plan, on_pass, auto_mesh(self.meshes[stage]))
             programs = stage_programs(parts, program)
-            specs = _specs(parts, graph, program, plan, programs)
+            specs = stage_specs(parts, graph, program, plan, programs)
             placed = {v: NamedSharding(self.meshes[stage], partition_spec(spec)) for v, spec in specs.items()}
             self.programs.append(programs)
             self._places.append(placed)
@@ -218,7 +218,9 @@ class StageBackend:
         return self._numbers[stage, microbatch]
 
 
-def _specs(parts: StageGraph, graph: Graph, program: Graph, plan: Plan, programs: StagePrograms) -> dict[Value, Spec]:
+def stage_specs(
+    parts: StageGraph, graph: Graph, program: Graph, plan: Plan, programs: StagePrograms
+) -> dict[Value, Spec]:
     """The spec of every value between a stage's programs."""
     decisions = plan.decisions(graph)
     found: dict[Value, Spec] = dict(decisions.values)
@@ -286,8 +288,8 @@ def build_pipeline(
     def run_flat(flat: Sequence[Any], references: Any) -> Any:
         def place_input(position: int, stage: int) -> Any:
             array, target = flat[position], backend.inputs[stage][position]
-            there = isinstance(array, jax.Array) and array.committed and array.sharding == target
-            return array if there else put(array, target)
+            lies = isinstance(array, jax.Array) and array.committed and array.sharding == target
+            return array if lies else put(array, target)
 
         return write(_watched(lambda: finish(runner.run(place_input)), guard), references)
 
@@ -296,7 +298,7 @@ def build_pipeline(
         if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
             raise NewSignature
         twice = donated and len(set(map(id, flat))) < len(flat)
-        if twice or not _settled(flat, inputs):
+        if twice or not settled(flat, inputs):
             raise NewSignature
         return run_flat(flat, references)
 
@@ -357,7 +359,7 @@ def compile_stages(
     return tuple(found)
 
 
-def _settled(flat: Sequence[Any], inputs: Sequence[NamedSharding]) -> bool:
+def settled(flat: Sequence[Any], inputs: Sequence[NamedSharding]) -> bool:
     """Whether arrays that are committed lie where they are read; the others are moved by the call."""
     return all(
         not (isinstance(array, jax.Array) and array.committed) or array.sharding == place
@@ -410,3 +412,8 @@ class _Finish:
         if found is None:
             return nothing_of(aval, place)
         return found if isinstance(found, jax.Array) else put(jnp.asarray(found), place)
+
+
+def there(result: Any, place: NamedSharding) -> Any:
+    """The result as an array; a literal is put at its place."""
+    return result if isinstance(result, jax.Array) else jax.device_put(jnp.asarray(result), place)

@@ -291,8 +291,8 @@ def _plan_stage(
     """A plan of a stage that fits while it runs.
 
     The search sees the stage's graph as one program, in which what goes between stages lies in memory for all
-    microbatches, and what microbatches keep in between for one. So where nothing fits in that sense it may use more, and
-    where a plan does not fit in pieces, less. The caller checks the whole.
+    microbatches, and what microbatches keep in between for one. So where nothing fits in that sense it may use more,
+    and where a plan does not fit in pieces, less. The caller checks the whole.
     """
     refused: InfeasibleError | None = None
     closest: PlannedStage | None = None

@@ -235,8 +235,8 @@ class PipelineSearch:
     def outlines(self, counts: Sequence[int], remat: bool | None, microbatches: int | None) -> list[Outline]:
         """Pipelines by estimated time, those that fit first.
 
-        First all units are taken to be like the weightiest kind, on every mesh. For the `REFINED` best numbers of stages,
-        on the mesh that is best for each, the other kinds are looked at.
+        First all units are taken to be like the weightiest kind, on every mesh. For the `REFINED` best numbers of
+        stages, on the mesh that is best for each, the other kinds are looked at.
 
         Args:
           counts: of stages.

@@ -13,6 +13,9 @@ from .table import Schedule as Schedule
 from .table import line_placement as line_placement
 from .table import round_placement as round_placement
 from .table import v_placement as v_placement
+from .ticks import Ticks as Ticks
+from .ticks import in_ticks as in_ticks
+from .ticks import shared_rows as shared_rows
 from .times import TICK_S as TICK_S
 from .times import Send as Send
 from .times import StageTimes as StageTimes

@@ -41,6 +41,7 @@ demo: $(VENV)/.stamp
 # Whole programs: a check of every call at run time would make planning them several times slower.
 PROGRAMS := tests/test_zoo.py tests/test_cases.py tests/test_demo.py tests/test_numerics.py tests/test_dispatch.py \
 	tests/test_memory_limit.py tests/test_microbatches.py tests/test_pipeline.py tests/test_simulator_speed.py \
+	tests/test_one_program.py tests/test_processes.py tests/test_checkpoints.py tests/test_stage_search.py \
 	tests/test_slow_network.py tests/costmodel/test_memory.py tests/search/test_collective_bytes.py tests/zoo
 PROGRAMS := $(wildcard $(PROGRAMS))
 # jaxtyping and beartype check every function and dataclass of autoshard (STYLE 9).

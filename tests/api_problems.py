@@ -55,7 +55,7 @@ class Counter:
 
 def counted(fun: Callable[..., Any], static_argnames: Any = None, **options: Any) -> tuple[Step, Counter]:
     defaults: dict[str, Any] = {
-        "mesh": None, "pins": None, "stages": None, "schedule": None, "microbatches": None, "remat": None,
+        "mesh": None, "pins": None, "stages": 1, "schedule": None, "microbatches": None, "remat": None,
         "memory_limit": None, "budget": None, "seed": 0, "dump_dir": None, "learned_model": None, "later": {},
     }  # fmt: skip
     counter = Counter()

@@ -3,36 +3,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
-import jax
-
-from autoshard import jax_compat
-from autoshard.cluster import Cluster, mesh_size
-from autoshard.errors import ArgumentError, InfeasibleError, MeshError, MicrobatchError, PlanError, explain
+from autoshard.cluster import mesh_size
+from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
-from autoshard.passes import Microbatches, Remat, forward_cuts, microbatched, run_passes
-from autoshard.plan import Alternative, Plan, fingerprint
+from autoshard.plan import Plan
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
 from autoshard.runtime.likeness import with_runtime
-from autoshard.runtime.microbatches import split_batch
 from autoshard.runtime.one_program import pipeline_compiler
 from autoshard.runtime.options import Options
 from autoshard.runtime.outputs import FlatFunction
 from autoshard.runtime.pairing import describe
 from autoshard.runtime.pins import check_pin, matches, resolve_pins
-from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.plan_compile import compile_plan
+from autoshard.runtime.programs import OnEvent, Programs, Way, automatic_axes
+from autoshard.runtime.programs import way_of as way_of
+from autoshard.runtime.stage_choice import MakePlan as MakePlan
+from autoshard.runtime.stage_choice import with_or_without_stages
 from autoshard.runtime.stage_planning import Skeleton, Staged, plan_stages, restage, stage_devices
-from autoshard.runtime.stage_search import FIRST, Outline, PipelineSearch, find_units, likely, stage_counts
-from autoshard.runtime.target import Target, is_explicit
-from autoshard.search import collection_paused, make_plan, prepare
+from autoshard.runtime.target import Target
+from autoshard.search import collection_paused, make_plan
 from autoshard.show import size_text
 
 MOST_CHOSEN = 64
@@ -43,64 +39,6 @@ MERGED = "remat=True: nothing is computed again, XLA's CPU compiler would merge 
 
 WORTH = 0.95
 """More microbatches are tried while twice as many need no more than this part of the memory. Ours."""
-
-LARGE = 6_000
-"""Equations of a step above which pipelines and plans for one mesh are estimated first, and the best one is planned.
-Ours, for plan time: below it the plan for one mesh is always made, with all templates."""
-
-MOST_PLANNED = 2
-"""Pipelines, by their estimate, that are planned. Ours."""
-
-FAR = 1.3
-"""A large step is not planned for one mesh where that is estimated to take so many times as long as a pipeline. Ours:
-estimates were seen to be off by 15 %."""
-
-MOST_TRIED = 4
-"""Outlines that are tried, those that turn out not to fit included. Ours."""
-
-WORTH_STAGES = 0.97
-"""A pipeline is taken where it needs no more than this part of the time on one mesh. Ours: estimates are no better."""
-
-OnEvent = Callable[[str, Any], None]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a program comes from the step.
-
-    Attributes:
-      microbatches: into how many parts the batch is cut.
-      remat: whether parts of the forward pass are computed again.
-    """
-
-    microbatches: int = 1
-    remat: bool = False
-
-    def __str__(self) -> str:
-        cut = f"{self.microbatches} microbatches" if self.microbatches > 1 else ""
-        again = "recomputing" if self.remat else ""
-        return " and ".join(part for part in (cut, again) if part) or "as written"
-
-
-@runtime_checkable
-class MakePlan(Protocol):
-    """The search, as `autoshard.search.make_plan`."""
-
-    def __call__(
-        self,
-        graph: Graph,
-        info: StepInfo,
-        cluster: Cluster,
-        mesh: MeshShape | None,
-        *,
-        pins: dict[int, Spec],
-        memory_limit: int | None,
-        budget_s: float | None,
-        seed: int,
-        on_event: OnEvent | None = None,
-        suggest: bool = True,
-    ) -> Plan: ...
 
 
 SEARCH: MakePlan = make_plan
@@ -150,7 +88,7 @@ def plan_call(
             )
         )
     flat_function = FlatFunction(fun, call.template, call.slashes)
-    with _automatic_axes():
+    with automatic_axes():
         graph = trace(flat_function, call.avals)
     outputs = flat_function.outputs
     assert outputs is not None, "tracing fills in the outputs"
@@ -196,7 +134,7 @@ def plan_call(
         if merged and options.remat:
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
     elif plan is None and options.stages is None and target.shape is None and target.cluster.size > 1:
-        plan, staged = _with_or_without_stages(
+        plan, staged = with_or_without_stages(
             programs, choose, make_on, asked, info, options, pins, target, search, on_event
         )
     elif plan is None:
@@ -272,223 +210,6 @@ def _plan_pipeline(
         why = (*plan.why, refused) if refused else plan.why
         return dataclasses.replace(plan, remat=remat, why=why), staged
     raise AssertionError("every number of microbatches is planned or refused")
-
-
-def _with_or_without_stages(
-    programs: Programs,
-    choose: Callable[[int | None], tuple[Plan, Graph]],
-    make_on: Callable[[MeshShape | None, Way, int | None, bool], Plan],
-    asked: tuple[int | None, bool | None],
-    info: StepInfo,
-    options: Options,
-    pins: Mapping[int, Spec],
-    target: Target,
-    search: MakePlan,
-    on_event: OnEvent | None,
-) -> tuple[Plan, Staged | None]:
-    """The quicker of a plan for one mesh and the best pipelines; a large step is first estimated either way.
-
-    Raises:
-      InfeasibleError: nothing fits; the error is that for one mesh.
-    """
-    cluster, limit = target.cluster, options.memory_limit or target.cluster.memory_bytes
-    one: Plan | None = None
-    error: InfeasibleError | None = None
-    large = len(programs.traced.equations) > LARGE
-    if not large:
-        try:
-            one, _ = choose(options.memory_limit)
-        except InfeasibleError as refused:
-            error = refused
-        if one is not None and not likely(WORTH_STAGES * one.time_s, programs.traced, cluster):
-            return one, None
-    outlines, why = _outlines(programs, asked, info, options, target, search, large, on_event)
-    found: list[tuple[Plan, Staged | None]] = [] if one is None else [(one, None)]
-    more, tries, planned = 1.0, 0, set[int]()  # by how much outlines so far needed more memory than estimated
-    for outline in _one_mesh_first(outlines, limit):
-        quickest = min((plan.time_s for plan, _ in found), default=float("inf"))
-        stages = outline.skeleton.stages
-        if (
-            outline.time_s >= WORTH_STAGES * quickest
-            or len(planned - {1}) == (1 if large else MOST_PLANNED)
-            or tries == MOST_TRIED
-        ):
-            break
-        if more * outline.peak_bytes > limit or stages in planned:
-            continue
-        tries += 1
-        way = Way(outline.microbatches, outline.remat)
-        try:
-            if stages == 1:
-                found.append((make_on(outline.skeleton.mesh, way, options.memory_limit, False), None))
-            else:
-                split, known = programs.split(way), programs.fingerprint(None)
-                plan, staged = plan_stages(
-                    split, known, info, outline.skeleton, options, pins, target, search, on_event
-                )
-                found.append((dataclasses.replace(plan, remat=way.remat), staged))
-            planned.add(stages)
-        except (InfeasibleError, MicrobatchError, ArgumentError, MeshError) as refused:
-            why = f"{outline}: {str(refused).splitlines()[0]}"
-            if on_event is not None:
-                on_event("refused", why)
-            if isinstance(refused, InfeasibleError) and refused.need_bytes is not None:
-                more = max(more, refused.need_bytes / max(outline.peak_bytes, 1))
-    if not found and large:
-        return choose(options.memory_limit)[0], None
-    if not found:
-        assert error is not None, "a step is planned or refused"
-        raise error
-    best, staged = min(found, key=lambda each: each[0].time_s)
-    others = [_alternative(plan, best) for plan, _ in found if plan is not best]
-    others += [
-        Alternative(f"{o}, estimated", o.time_s, o.peak_bytes, f"{o.time_s / best.time_s:.2f}x the time")
-        for o in _by_stages(outlines, limit)
-        if o.skeleton.stages not in planned
-    ]
-    lines = (*best.why, f"no pipeline: {why}") if why and staged is None else best.why
-    alternatives = tuple(sorted((*best.alternatives, *others), key=lambda a: a.time_s))
-    return dataclasses.replace(best, alternatives=alternatives, why=lines), staged
-
-
-def _outlines(
-    programs: Programs,
-    asked: tuple[int | None, bool | None],
-    info: StepInfo,
-    options: Options,
-    target: Target,
-    search: MakePlan,
-    large: bool,
-    on_event: OnEvent | None,
-) -> tuple[list[Outline], str]:
-    """Estimated pipelines, best first, or why there are none; of a large step also plans of one mesh."""
-    count, remat = asked
-    split: Microbatches | None = None
-    refused: Exception | None = None
-    for first in FIRST:
-        try:
-            split = programs.split(Way(first))
-            break
-        except MicrobatchError as error:
-            refused = refused or error
-    if split is None:
-        return [], str(refused).splitlines()[0]
-    units = find_units(split, info)
-    if on_event is not None:
-        on_event("units", f"{len(units.kind)} units of {len(set(units.kind))} kinds")
-    limit = options.memory_limit or target.cluster.memory_bytes
-    counts = stage_counts(target.cluster, len(units.kind))
-    made = PipelineSearch(units, info, target.cluster, limit, search, options.seed)
-    found = made.outlines((1, *counts) if large else counts, remat, count)
-    if on_event is not None:
-        for outline in _by_stages(found, limit):
-            on_event("pipeline", f"{outline}: {outline.time_s:.3e} s")
-    return found, ""
-
-
-def _one_mesh_first(outlines: Sequence[Outline], limit: int) -> list[Outline]:
-    """The outlines, of which plans for one mesh come first unless they are far behind."""
-    fitting = [o for o in outlines if o.peak_bytes <= limit]
-    least = min((o.time_s for o in fitting), default=0.0)
-    plain = [o for o in fitting if o.skeleton.stages == 1 and o.time_s <= FAR * least]
-    return [*plain, *(o for o in outlines if o.skeleton.stages > 1)]
-
-
-def _by_stages(outlines: Sequence[Outline], limit: int) -> list[Outline]:
-    """The best outline that fits of each number of stages."""
-    found: dict[int, Outline] = {}
-    for outline in outlines:
-        if outline.peak_bytes <= limit:
-            found.setdefault(outline.skeleton.stages, outline)
-    return list(found.values())
-
-
-def _alternative(plan: Plan, best: Plan) -> Alternative:
-    stages = 1 if plan.pipeline is None else len(plan.pipeline.stages)
-    shape = "x".join(str(n) for _, n in plan.mesh)
-    name = f"one mesh {shape}" if stages == 1 else f"{stages} stages, mesh {shape}"
-    name += "" if way_of(plan) == Way() else f", {way_of(plan)}"
-    return Alternative(name, plan.time_s, plan.memory.peak_bytes, f"{plan.time_s / best.time_s:.2f}x the time")
-
-
-def way_of(plan: Plan) -> Way:
-    """How the plan's program comes from the step."""
-    return Way(plan.microbatches, plan.remat)
-
-
-@final
-class Programs:
-    """A step's prepared graphs, by the way they are made."""
-
-    def __init__(
-        self, fun: Callable[[], Callable[..., Any]], call: Call, info: StepInfo, graph: Graph, on_event: OnEvent | None
-    ) -> None:
-        self._fun, self._call, self._info, self._graph, self._on_event = fun, call, info, graph, on_event
-        self._prepared: dict[Way, Graph] = {}
-        self._splits: dict[Way, Microbatches] = {}
-        self._fingerprints: dict[Way | None, str] = {}
-
-    @property
-    def traced(self) -> Graph:
-        """The step as it was traced."""
-        return self._graph
-
-    def fingerprint(self, way: Way | None) -> str:
-        """By which plans of the program are known again; None: a pipeline's, which is that of the traced step."""
-        if way not in self._fingerprints:
-            self._fingerprints[way] = fingerprint(self._graph if way is None else self.prepared(way))
-        return self._fingerprints[way]
-
-    def prepared(self, way: Way) -> Graph:
-        """The graph that plans of this kind speak of.
-
-        Raises:
-          MicrobatchError: it cannot be cut like this.
-          ArgumentError: there is nothing to compute again.
-        """
-        if way not in self._prepared:
-            self._prepared[way] = prepare(self._make(way), self._on_event)
-        return self._prepared[way]
-
-    def split(self, way: Way) -> Microbatches:
-        """The step cut into the way's microbatches.
-
-        Raises:
-          MicrobatchError, ArgumentError: it cannot be.
-        """
-        if way not in self._splits:
-            graph, remat = self._written(way)
-            with _automatic_axes():
-                self._splits[way] = split_batch(
-                    self._fun(), self._call.avals, self._info, graph, way.microbatches, remat.apply
-                )
-        return self._splits[way]
-
-    def _written(self, way: Way) -> tuple[Graph, Remat]:
-        """The step before its batch is cut, and what was done to it."""
-        graph = self._graph
-        remat = Remat(forward_cuts(graph) if way.remat else ())
-        if way.remat and not remat.cuts:
-            raise ArgumentError(
-                explain(
-                    "remat=True for a step without a backward pass that keeps more than it would take to compute again",
-                    "a step with a gradient in it",
-                    "leave remat out",
-                )
-            )
-        if remat.cuts:
-            graph = run_passes(graph, [remat], self._on_event)
-        return graph, remat
-
-    def _make(self, way: Way) -> Graph:
-        if way.microbatches == 1:
-            return self._written(way)[0]
-        split = self.split(way)
-        with _automatic_axes():
-            graph = microbatched(split)
-        if self._on_event is not None:
-            self._on_event("microbatch", graph)
-        return graph
 
 
 def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool | None) -> Plan:
@@ -611,14 +332,3 @@ def known_plan(
             "plan again, or use the plan's mesh",
         )
     )
-
-
-@contextlib.contextmanager
-def _automatic_axes() -> Any:
-    """A step is traced with automatic axes: types then carry no shardings, which are the plan's to choose."""
-    around = jax_compat.ambient_mesh()[1]
-    if around is None or not is_explicit(around):
-        yield
-        return
-    with jax.sharding.use_abstract_mesh(auto_mesh(around).abstract_mesh):
-        yield

@@ -102,6 +102,7 @@ class StageNeeds:
       before: what the `before` programs made; before_peak: with their temporaries.
       kept: of a microbatch from its forward to its backward pass.
       arriving: of a microbatch, what the forward pass takes of other stages.
+      read: of weights by every microbatch; added: of accumulators.
       forward, backward, after: most that such a program makes, takes from other stages and needs for itself.
     """
 
@@ -112,6 +113,8 @@ class StageNeeds:
     before_peak: int
     kept: int
     arriving: int
+    read: int
+    added: int
     forward: int
     backward: int
     after: int
@@ -196,6 +199,8 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
         before_peak,
         kept,
         arriving,
+        sum(size(inside) for _, inside in stage.consts),
+        sum(size(inside) for _, inside, _ in stage.sums),
         most[Part.FORWARD],
         most[Part.BACKWARD],
         most[Part.AFTER],

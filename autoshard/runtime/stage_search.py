@@ -7,8 +7,8 @@ step) and bytes of each unit:
 
     stage s   =  a run of units, by the dynamic programme of `stage_balance`;  f(s), b(s), once(s) their sums
     time      =  sum f + b  +  (M - 1) max (f + b)  +  max once    over stages, and sends between them as stages
-    M others  =  f and b in proportion, save for the gathering of weights, which every microbatch does (on GPUs beside
-                 the rest)
+    M others  =  f and b in proportion, save for what every microbatch does with weights: reading them, adding to
+                 their gradients, gathering them (on GPUs beside the rest)
     recompute =  b + f,  kept(s) what arrives, working(s) + the largest unit's kept
 
 One process dispatches every program of a node, which takes `DISPATCH_S` each: no pipeline is quicker than that.
@@ -42,6 +42,9 @@ REFINED = 3
 
 MOST_STAGES = 8
 """Numbers of stages that are tried, spread evenly by their logarithm. Ours, for plan time."""
+
+ACCUMULATION = 3
+"""How often an accumulator's bytes move for a microbatch: two reads and a write."""
 
 ALL_AXES = 9
 """More axes than a mesh has."""
@@ -359,8 +362,12 @@ class PipelineSearch:
 
     def _seconds(self, costs: Sequence[UnitCost], share: float, remat: bool) -> tuple[float, float]:
         """Forward and backward of a stage of these units; weights of one are gathered while another computes."""
-        forward = share * sum(c.forward_s for c in costs)
-        backward = share * sum(c.backward_s for c in costs) + (forward if remat else 0.0)
+        rate = self._cluster.device(0).memory_bytes_per_s
+        read_s = sum(c.needs.read for c in costs) / rate
+        added_s = sum(min(ACCUMULATION * c.needs.added / rate, c.backward_s) for c in costs)
+        forward = max(share * sum(c.forward_s for c in costs), read_s)
+        backward = max(share * (sum(c.backward_s for c in costs) - added_s), read_s) + added_s
+        backward += forward if remat else 0.0
         gathered = sum(c.gathered_forward_s for c in costs), sum(c.gathered_backward_s for c in costs)
         if overlaps(self._cluster.device(0).kind):
             return max(forward, gathered[0]), max(backward, gathered[1])

@@ -1,0 +1,109 @@
+"""The search over stages: pipelines where they win, one mesh elsewhere, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import autoshard
+from autoshard.cluster import Cluster, Link, Node
+from autoshard.plan import Plan
+from tests.helpers import eager_cluster
+from tests.zoo.base import distances
+
+pytestmark = [pytest.mark.implicit_promotion, pytest.mark.timeout(600)]
+
+
+def far_apart(nodes: int = 2, devices: int = 1, bytes_per_s: float = 5e6, memory_bytes: int = 8 << 30) -> Cluster:
+    """Nodes with a network that is slow beside their devices."""
+    near = eager_cluster(nodes * devices, memory_bytes)
+    device, link = near.device(0), near.nodes[0].link
+    slow = dataclasses.replace(device, flops_per_s=dict.fromkeys(device.flops_per_s, 5e8), memory_bytes_per_s=1e9)
+    return Cluster("far", (Node(slow, devices, link),) * nodes, Link(bytes_per_s, 1e-4))
+
+
+def weights(count: int = 6, width: int = 256) -> list[Any]:
+    draw = np.random.default_rng(0)
+    return [(draw.normal(size=(width, width)) / 16).astype("f4") for _ in range(count)]
+
+
+def examples(size: int = 64, width: int = 256) -> Any:
+    return np.random.default_rng(1).normal(size=(size, width)).astype("f4")
+
+
+def loss_of(weights: Any, batch: Any) -> Any:
+    h = batch
+    for w in weights:
+        h = jnp.tanh(h @ w)
+    return jnp.mean(h**2)
+
+
+def step(weights: Any, batch: Any) -> Any:
+    value, gradients = jax.value_and_grad(loss_of)(weights, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def stages_of(plan: Plan) -> int:
+    return 1 if plan.pipeline is None else len(plan.pipeline.stages)
+
+
+def test_pipelines_are_found_where_gradients_would_travel_slowly() -> None:
+    cluster = far_apart()
+    mine: Any = autoshard(step, devices=cluster, donate_argnums=())
+    plan = mine.plan(weights(), examples())
+    one = autoshard(step, devices=cluster, stages=1).plan(weights(), examples())
+    assert stages_of(plan) == 2
+    assert plan.time_s < one.time_s
+    assert any(a.name.startswith("one mesh") for a in plan.alternatives)
+    jitted: Any = jax.jit(step)
+    found, plain = jax.device_get(mine(weights(), examples())), jax.device_get(jitted(weights(), examples()))
+    assert max(gap for _, gap in distances(found, plain)) < 1e-5
+
+
+def test_one_mesh_where_links_are_quick() -> None:
+    plan = autoshard(step, devices="h100x8").plan(weights(), examples())
+    assert stages_of(plan) == 1
+    assert not any("stages" in a.name for a in plan.alternatives)
+
+
+def test_coupled_examples_say_why_there_is_no_pipeline() -> None:
+    def coupled(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = batch
+            for w in weights:
+                h = jnp.tanh(h @ w)
+                h = (h - h.mean(0)) / (h.std(0) + 1.0)
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    plan = autoshard(coupled, devices=far_apart()).plan(weights(), examples())
+    assert stages_of(plan) == 1
+    assert any(line.startswith("no pipeline: ") for line in plan.why)
+
+
+def test_what_fits_no_mesh_may_fit_in_stages() -> None:
+    """Recomputing and microbatches are off on one mesh here, so that only stages are left."""
+    cluster = far_apart(memory_bytes=1 << 40)
+    limit = autoshard(step, devices=cluster, stages=2).plan(weights(), examples()).memory.peak_bytes
+    plan = autoshard(step, devices=cluster, memory_limit=int(1.02 * limit)).plan(weights(), examples())
+    assert plan.memory.peak_bytes <= 1.02 * limit
+
+
+@pytest.mark.parametrize(("nodes", "devices", "bytes_per_s"), [(2, 2, 5e6), (4, 1, 2e7), (2, 1, 1e9)])
+def test_never_slower_than_one_mesh_or_equal_stages(nodes: int, devices: int, bytes_per_s: float) -> None:
+    cluster = far_apart(nodes, devices, bytes_per_s)
+    args = weights(), examples()
+    chosen = autoshard(step, devices=cluster).plan(*args)
+    plain = [autoshard(step, devices=cluster, stages=1).plan(*args)]
+    for stages in (2, nodes * devices):
+        plain += [
+            autoshard(step, devices=cluster, stages=stages, schedule=name).plan(*args) for name in ("gpipe", "1f1b")
+        ]
+    assert chosen.time_s <= 1.001 * min(plan.time_s for plan in plain)

@@ -32,8 +32,8 @@ MOST_TRIED = 4
 """Outlines that are tried, those that turn out not to fit included. Ours."""
 
 WORTH_STAGES = 1.15
-"""Outlines are planned that are estimated to need no more than this times the quickest plan so far. Ours: estimates were
-seen to be off by as much."""
+"""Outlines are planned that are estimated to need no more than this times the quickest plan so far. Ours: estimates
+were seen to be off by as much."""
 
 
 @runtime_checkable

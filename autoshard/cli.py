@@ -27,6 +27,7 @@ from autoshard.ir import print_spec
 from autoshard.load import load_step
 from autoshard.plan import Plan
 from autoshard.report import write_report
+from autoshard.runtime import StageReport
 from autoshard.search import Progress, Run, run_instance, warm_up
 from autoshard.show import plan_view, seconds, size_text
 
@@ -44,6 +45,9 @@ Devices = Annotated[str, typer.Option(help="preset such as h100x8, cluster file 
 MeshText = Annotated[str, typer.Option("--mesh", help="mesh sizes such as 2,4; chosen if left out")]
 Limit = Annotated[str, typer.Option(help="most memory a device may hold, such as 24GiB")]
 Budget = Annotated[float, typer.Option(help="seconds for the search")]
+Stages = Annotated[int, typer.Option(help="pipeline stages, 1 for one mesh; 0: chosen")]
+Parts = Annotated[int, typer.Option("--microbatches", help="parts that the batch is cut into; 0: chosen")]
+Remat = Annotated[bool | None, typer.Option("--remat/--no-remat", help="compute parts again; chosen if left out")]
 LearnedFolder = Annotated[str, typer.Option(help="folder of `autoshard learn`, to time the plan by")]
 DumpDir = Annotated[str, typer.Option(help="folder for the program after every pass")]
 
@@ -64,12 +68,15 @@ def plan(
     mesh: MeshText = "",
     memory_limit: Limit = "",
     budget: Budget = 0.0,
+    stages: Stages = 0,
+    microbatches: Parts = 0,
+    remat: Remat = None,
     output: Annotated[str, typer.Option("--output", "-o", help="write the plan as JSON here")] = "",
     dump_dir: DumpDir = "",
     learned_model: LearnedFolder = "",
 ) -> None:
     """Plans a step and prints the plan."""
-    options = _options(devices, mesh, memory_limit, budget, dump_dir)
+    options = _options(devices, mesh, memory_limit, budget, dump_dir) | _cuts(stages, microbatches, remat)
     made = _plan(target, inputs, options | ({"learned_model": learned_model} if learned_model else {}))
     console.print(plan_view(made))
     if output:
@@ -93,9 +100,11 @@ def explain_command(
             explain(f"no argument matches {pattern!r}", f"a pattern of paths such as {paths}", "correct it")
         )
     table = Table("argument", "type", "sharding", "bytes on a device")
-    sizes = dict(made.mesh)
+    meshes = {a.path: made.mesh for a in (*made.inputs, *made.outputs)}
+    for stage in made.pipeline.stages if made.pipeline is not None else ():
+        meshes.update({a.path: stage.mesh for a in (*stage.inputs, *stage.outputs)})
     for a in rows:
-        parts = 1
+        sizes, parts = dict(meshes[a.path]), 1
         for axes in a.spec:
             for axis in axes:
                 parts *= sizes[axis]
@@ -151,19 +160,33 @@ def compile_command(
     mesh: MeshText = "",
     memory_limit: Limit = "",
     budget: Budget = 0.0,
+    stages: Stages = 0,
+    microbatches: Parts = 0,
+    remat: Remat = None,
     ptx: Annotated[str, typer.Option(help="write the kernels' PTX into this folder")] = "",
     output: Annotated[str, typer.Option("--output", "-o", help="write the report as JSON here")] = "",
 ) -> None:
     """Plans a step and compiles it with XLA's GPU compiler for devices that need not be here."""
-    made = _plan(target, inputs, _options(devices, mesh, memory_limit, budget, ""))
+    options = _options(devices, mesh, memory_limit, budget, "") | _cuts(stages, microbatches, remat)
+    made = _plan(target, inputs, options)
     with _working(f"compiling for {made.cluster}"):
-        report = made.compile(ptx=bool(ptx))
-    console.print(str(report), markup=False, highlight=False)
-    if ptx and report.ptx:
-        Path(ptx).mkdir(parents=True, exist_ok=True)
-        (Path(ptx) / "step.ptx").write_text(report.ptx)
+        compiled = made.compile(ptx=bool(ptx))
+    named = compiled if isinstance(compiled, tuple) else (compiled,)
+    reports: list[tuple[str, Any]] = [
+        (f"stage {each.stage} {each.program}", each.report) if isinstance(each, StageReport) else ("step", each)
+        for each in named
+    ]
+    for name, report in reports:
+        if len(reports) > 1:
+            console.print(name, style="bold")
+        console.print(str(report), markup=False, highlight=False)
+        if ptx and report.ptx:
+            Path(ptx).mkdir(parents=True, exist_ok=True)
+            (Path(ptx) / f"{name.replace(' ', '-')}.ptx").write_text(report.ptx)
     if output:
-        Path(output).write_text(report.to_json())
+        texts = [report.to_json() for _, report in reports]
+        whole = {name: json.loads(text) for (name, _), text in zip(reports, texts, strict=True)}
+        Path(output).write_text(texts[0] if len(texts) == 1 else json.dumps(whole, indent=2))
 
 
 @bench.command("step")
@@ -282,6 +305,12 @@ def main() -> None:
         errors.print(f"[red]error[/red] ({type(error).__name__})", end=" ")
         errors.print(str(error), markup=False, highlight=False)
         sys.exit(2)
+
+
+def _cuts(stages: int, microbatches: int, remat: bool | None) -> dict[str, Any]:
+    """Options that were given."""
+    given = {"stages": stages or None, "microbatches": microbatches or None, "remat": remat}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _options(devices: str, mesh: str, limit: str, budget: float, dump_dir: str) -> dict[str, Any]:

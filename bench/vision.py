@@ -1,6 +1,7 @@
-"""Vision train steps at published sizes, as shapes only: ViT-B/16 with AdamW, ResNet-50 with SGD and momentum.
+"""Vision train steps at published sizes, as shapes only: ViT-B/16 (AdamW), ResNet-50 and VGG-19 (SGD with momentum).
 
-Sizes: ViT (Dosovitskiy et al., 2021, table 1); ResNet (He et al., 2016, table 1), strides in the 3x3 convolutions.
+Sizes: ViT (Dosovitskiy et al., 2021, table 1); ResNet (He et al., 2016, table 1), strides in the 3x3 convolutions; VGG
+(Simonyan and Zisserman, 2015, table 1, E).
 """
 
 from __future__ import annotations
@@ -92,6 +93,23 @@ class ResNet(nn.Module):
         return nn.Dense(CLASSES, dtype=self.dtype)(x.mean(axis=(1, 2)))
 
 
+class VGG19(nn.Module):
+    """Configuration E: sixteen convolutions, three fully connected layers of which the first holds most weights."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features, count in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+            for _ in range(count):
+                x = nn.relu(nn.Conv(features, (3, 3), dtype=self.dtype)(x))
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(2):
+            x = nn.relu(nn.Dense(4096, dtype=self.dtype)(x))
+        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+
+
 def make_vision_step(
     model: nn.Module, optimizer: optax.GradientTransformation, batch: int, dtype: Any
 ) -> tuple[Callable[..., Any], Any, Any]:
@@ -127,3 +145,8 @@ def vit(batch: int, dtype: Any) -> tuple[Callable[..., Any], Any, Any]:
 def resnet50(batch: int, dtype: Any) -> tuple[Callable[..., Any], Any, Any]:
     """ResNet-50 with SGD and momentum."""
     return make_vision_step(ResNet(dtype), optax.sgd(0.1, momentum=0.9), batch, dtype)
+
+
+def vgg19(batch: int, dtype: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """As `make_vision_step`."""
+    return make_vision_step(VGG19(dtype), optax.sgd(0.01, momentum=0.9), batch, dtype)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from autoshard import autoshard
+from autoshard.cli import app
 from autoshard.cluster import Cluster, Link, Node
 from autoshard.plan import Plan
 from tests.helpers import eager_cluster
@@ -69,6 +72,27 @@ def test_one_mesh_where_links_are_quick() -> None:
     plan = autoshard(step, devices="h100x8").plan(weights(), examples())
     assert stages_of(plan) == 1
     assert not any("stages" in a.name for a in plan.alternatives)
+
+
+def test_a_mesh_or_pins_speak_of_one_mesh() -> None:
+    cluster = far_apart()
+    for options in ({"mesh": (2,)}, {"pins": {"weights/0": jax.sharding.PartitionSpec()}}):
+        assert stages_of(autoshard(step, devices=cluster, **options).plan(weights(), examples())) == 1
+
+
+def test_the_command_line_cuts_and_explains(tmp_path: Path) -> None:
+    file = tmp_path / "my_step.py"
+    file.write_text("from tests.test_stage_search import examples, step, weights\ninputs = (weights(), examples())\n")
+    made = tmp_path / "plan.json"
+    runner = CliRunner()
+    asked = ["--devices", "h100x8", "--stages", "2", "--microbatches", "4", "-o", str(made)]
+    done = runner.invoke(app, ["plan", f"{file}:step", *asked])
+    assert done.exit_code == 0, done.output
+    plan = Plan.from_json(made.read_text())
+    assert (stages_of(plan), plan.microbatches) == (2, 4)
+    done = runner.invoke(app, ["explain", str(made), "weights/*"])
+    assert done.exit_code == 0, done.output
+    assert "2 stages on 2 ranks" in done.output
 
 
 def test_coupled_examples_say_why_there_is_no_pipeline() -> None:

@@ -133,7 +133,7 @@ def plan_call(
         plan, staged = _plan_pipeline(programs, bool(asked[1]), info, options, pins, target, search, on_event)
         if merged and options.remat:
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
-    elif plan is None and options.stages is None and target.shape is None and target.cluster.size > 1:
+    elif plan is None and _may_choose_stages(options, target):
         plan, staged = with_or_without_stages(
             programs, choose, make_on, asked, info, options, pins, target, search, on_event
         )
@@ -156,6 +156,11 @@ def plan_call(
     plan = dataclasses.replace(plan, compiler=compiler)
     again = None if library.loaded or staged is not None else choose
     return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again, staged)
+
+
+def _may_choose_stages(options: Options, target: Target) -> bool:
+    """Whether stages are left open: a mesh or pins speak of one mesh."""
+    return options.stages is None and target.shape is None and not options.pins and target.cluster.size > 1
 
 
 def _of_stages(library: Library, stages: int | None, name: str) -> Library:

@@ -27,7 +27,7 @@ from autoshard.ir import print_spec
 from autoshard.load import load_step
 from autoshard.plan import Plan
 from autoshard.report import write_report
-from autoshard.runtime import StageReport
+from autoshard.runtime import CompiledReport, StageReport
 from autoshard.search import Progress, Run, run_instance, warm_up
 from autoshard.show import plan_view, seconds, size_text
 
@@ -171,11 +171,12 @@ def compile_command(
     made = _plan(target, inputs, options)
     with _working(f"compiling for {made.cluster}"):
         compiled = made.compile(ptx=bool(ptx))
-    named = compiled if isinstance(compiled, tuple) else (compiled,)
-    reports: list[tuple[str, Any]] = [
-        (f"stage {each.stage} {each.program}", each.report) if isinstance(each, StageReport) else ("step", each)
-        for each in named
-    ]
+    reports: list[tuple[str, CompiledReport]] = []
+    if isinstance(compiled, CompiledReport):
+        reports.append(("step", compiled))
+    else:
+        parts: tuple[StageReport, ...] = compiled
+        reports += [(f"stage {each.stage} {each.program}", each.report) for each in parts]
     for name, report in reports:
         if len(reports) > 1:
             console.print(name, style="bold")

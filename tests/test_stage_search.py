@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ def test_the_command_line_cuts_and_explains(tmp_path: Path) -> None:
     done = runner.invoke(app, ["explain", str(made), "weights/*"])
     assert done.exit_code == 0, done.output
     assert "2 stages on 2 ranks" in done.output
+
+
+@pytest.mark.deviceless
+def test_the_command_line_compiles_every_program(tmp_path: Path) -> None:
+    file = tmp_path / "my_step.py"
+    file.write_text("from tests.test_stage_search import examples, step, weights\ninputs = (weights(), examples())\n")
+    written = tmp_path / "report.json"
+    asked = ["--devices", "h100x2", "--stages", "2", "--microbatches", "4", "-o", str(written)]
+    done = CliRunner().invoke(app, ["compile", f"{file}:step", *asked])
+    assert done.exit_code == 0, done.output
+    found = json.loads(written.read_text())
+    assert {"stage 0 forward 0", "stage 1 backward 0"} <= set(found)
 
 
 def test_coupled_examples_say_why_there_is_no_pipeline() -> None:

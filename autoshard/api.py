@@ -200,8 +200,7 @@ class Step:
                     )
 
                 found = make(Library(tuple(self._planned.values()), tuple(self._loaded)))
-                if found.staged is not None:
-                    found = agreed(found, self.__name__, self._options, lambda plan: make(Library((), (plan,))))
+                found = agreed(found, self.__name__, self._options, lambda plan: make(Library((), (plan,))))
                 if self._options.learned_model is not None:
                     found = learned_time(found, self._options.learned_model, self.__name__)
             self._planned[key] = found

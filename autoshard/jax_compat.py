@@ -169,6 +169,13 @@ def dce(jaxpr: Any) -> Any:
     return slim
 
 
+def trace_context() -> Any:
+    """All settings that what is traced depends on, the ambient mesh among them; hashable."""
+    from jax._src import config as _config
+
+    return _config.trace_context()
+
+
 def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
     """An abstract array."""
     return _core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
@@ -179,11 +186,6 @@ def coordination_client() -> Any:
     from jax._src import distributed as _distributed
 
     return _distributed.global_state.client
-
-
-def key_impl_name(dtype: Any) -> str:
-    """The name of the generator of random keys of this dtype."""
-    return str(dtype._impl.name)
 
 
 def array_of_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:

@@ -6,13 +6,14 @@ splice(f, [x])   -->   the equations of f, reading x, and the values that stand 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from autoshard import jax_compat
 from autoshard.ir.graph import Apply, Atom, Equation, Graph, Place, Value
 from autoshard.ir.trace import trace
 
@@ -74,7 +75,8 @@ def scan_equation(
       place: where it comes from.
     """
     results = len(body.outputs) - len(carries)
-    params = _scan_params(len(consts), len(carries), len(scanned), results, length)
+    context_now = jax_compat.trace_context()
+    params = _scan_params(len(consts), len(carries), len(scanned), results, length, context_now)
     primitive, settings, context = params
     outputs = [Value(atom.aval) for atom in body.outputs[: len(carries)]]
     for atom in body.outputs[len(carries) :]:
@@ -85,8 +87,10 @@ def scan_equation(
 
 
 @functools.lru_cache(maxsize=64)
-def _scan_params(consts: int, carries: int, scanned: int, results: int, length: int) -> tuple[Any, Any, Any]:
-    """Primitive, parameters and context of a scan with so many operands, as JAX writes them."""
+def _scan_params(
+    consts: int, carries: int, scanned: int, results: int, length: int, _context: Hashable
+) -> tuple[Any, Any, Any]:
+    """Primitive, parameters and context of a scan with so many operands, as JAX writes them under these settings."""
 
     def whole(*args: Any) -> Sequence[Any]:
         fixed, start, rows = args[:consts], args[consts : consts + carries], args[consts + carries :]

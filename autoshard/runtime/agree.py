@@ -8,6 +8,7 @@ same again gets the same.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import zlib
 from collections.abc import Callable
@@ -39,9 +40,12 @@ def agreed(planned: Planned, name: str, options: Options, again: Callable[[Plan]
     """
     client = jax_compat.coordination_client()
     plan = planned.plan
-    if client is None or jax.process_count() == 1 or jax.device_count() < mesh_size(plan.mesh):
+    kind = planned.target.cluster.device(0).kind
+    here = jax.device_count() >= mesh_size(plan.mesh) and (planned.target.real or kind == jax.default_backend())
+    if client is None or jax.process_count() == 1 or not here:
         return planned
-    text = f"{name} {plan.fingerprint} {options!r}"
+    assert planned.program is not None, "a signature that was planned knows its program"
+    text = f"{name} {planned.program()} {options!r}"
     key = f"autoshard/plan/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     if jax.process_index() == 0:
         client.key_value_set_bytes(key, zlib.compress(plan.to_json().encode()), allow_overwrite=True)
@@ -57,4 +61,4 @@ def agreed(planned: Planned, name: str, options: Options, again: Callable[[Plan]
             )
         ) from error
     first = Plan.from_json(zlib.decompress(found).decode())
-    return planned if first == plan else again(first)
+    return planned if first == plan else dataclasses.replace(again(first), again=planned.again)

@@ -44,6 +44,7 @@ class Planned:
       target: where it was planned for.
       again: plans it for another memory limit, in bytes, and gives the graph too; None where the user gave the plan.
       staged: of a pipeline, its stages.
+      program: gives the fingerprint of the traced step, whatever is planned of it.
     """
 
     template: Template
@@ -56,6 +57,7 @@ class Planned:
     target: Target
     again: Callable[[int], tuple[Plan, Graph]] | None = None
     staged: Staged | None = None
+    program: Callable[[], str] | None = None
 
 
 @final

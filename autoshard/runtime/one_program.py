@@ -13,14 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard import jax_compat
 from autoshard.cluster import Cluster
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Literal, StepInfo, Value, partition_spec
 from autoshard.plan import Plan
-from autoshard.runtime.arguments import NewSignature
 from autoshard.runtime.compile_report import CompiledReport
-from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
+from autoshard.runtime.compiled import Compiled, Planned, writer
 from autoshard.runtime.deviceless import CompileTarget, compile_deviceless
 from autoshard.runtime.hlo_module import Computation, Instruction, Module, parse_module, replica_groups
 from autoshard.runtime.one_program_emit import emit_pipeline
@@ -29,7 +27,7 @@ from autoshard.runtime.options import ONE_PROGRAM
 from autoshard.runtime.pjit import auto_mesh
 from autoshard.runtime.slot_arrays import Held, SlotArrays
 from autoshard.runtime.slots import Slot
-from autoshard.runtime.stage_backend import build_pipeline, compile_stages, rank_meshes, settled, there
+from autoshard.runtime.stage_backend import build_pipeline, compile_stages, guarded_run, rank_meshes, there
 from autoshard.runtime.stage_planning import Staged
 
 
@@ -129,9 +127,7 @@ def build_one_program(
     state_positions = [x.position for x in layout.state_outputs]
     result_positions = [x.position for x in layout.result_items]
     state_inputs = {x.position for x in layout.state_inputs}
-    read, write = reader(planned.template), writer(planned.outputs)
-    ambient = jax_compat.ambient_mesh()
-    donated = bool(info.donated)
+    write = writer(planned.outputs)
 
     def run_flat(flat: Sequence[Any], references: Any) -> Any:
         first = [_moved(flat[x.position], place, False) for x, place in wanted]
@@ -142,18 +138,10 @@ def build_one_program(
         found.update(zip(result_positions, results.apart(made), strict=True))
         return write([found[k] for k in range(len(outs))], references)
 
-    def run(*args: Any) -> Any:
-        flat, references = read(args)
-        if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
-            raise NewSignature
-        twice = donated and len(set(map(id, flat))) < len(flat)
-        if twice or not settled(flat, ins):
-            raise NewSignature
-        return run_flat(flat, references)
-
     def lower(_flat: Sequence[Any], _references: Any) -> Any:
         return jitted.lower(states.structs(), inputs.structs())
 
+    run = guarded_run(planned, ins, run_flat)
     return Compiled(planned, mesh, ins, tuple(outs), run, run_flat, lower)
 
 

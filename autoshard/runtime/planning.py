@@ -155,7 +155,16 @@ def plan_call(
         check_pin(pattern, spec, call.slashes[i], shapes[i], dict(mesh))
     plan = dataclasses.replace(plan, compiler=compiler)
     again = None if library.loaded or staged is not None else choose
-    return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again, staged)
+    if options.pipeline_runtime is not None and plan.pipeline is None:
+        raise ArgumentError(
+            explain(
+                f"pipeline_runtime={options.pipeline_runtime!r} for {name}, which is planned for one mesh",
+                "a pipeline",
+                "give stages=, or leave pipeline_runtime out",
+            )
+        )
+    program = functools.partial(programs.fingerprint, None)
+    return Planned(call.template, call.avals, call.paths, outputs, info, prepared, plan, target, again, staged, program)
 
 
 def _may_choose_stages(options: Options, target: Target) -> bool:

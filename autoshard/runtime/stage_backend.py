@@ -280,10 +280,8 @@ def build_pipeline(
         homes.append(made)
         outputs.append(whole if k in known else made)
     finish = _Finish([a.aval for a in stages.cut.step.outputs], homes, outputs)
-    read, write = reader(planned.template), writer(planned.outputs)
+    write = writer(planned.outputs)
     guard = watch() if spans_processes(mesh) else None
-    ambient = jax_compat.ambient_mesh()
-    donated = bool(info.donated)
 
     def run_flat(flat: Sequence[Any], references: Any) -> Any:
         def place_input(position: int, stage: int) -> Any:
@@ -292,15 +290,6 @@ def build_pipeline(
             return array if lies else put(array, target)
 
         return write(_watched(lambda: finish(runner.run(place_input)), guard), references)
-
-    def run(*values: Any) -> Any:
-        flat, references = read(values)
-        if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
-            raise NewSignature
-        twice = donated and len(set(map(id, flat))) < len(flat)
-        if twice or not settled(flat, inputs):
-            raise NewSignature
-        return run_flat(flat, references)
 
     def lower(_flat: Sequence[Any], _references: Any) -> Any:
         raise ArgumentError(
@@ -311,7 +300,32 @@ def build_pipeline(
             )
         )
 
+    run = guarded_run(planned, inputs, run_flat)
     return Compiled(planned, mesh, inputs, tuple(outputs), run, run_flat, lower), runner
+
+
+def guarded_run(
+    planned: Planned, inputs: Sequence[NamedSharding], run_flat: Callable[[Sequence[Any], Any], Any]
+) -> Callable[..., Any]:
+    """What takes the values of a call's slots; raises `NewSignature` for a call that `run_flat` is not for.
+
+    Args:
+      planned: the signature.
+      inputs: where each flat array is read.
+      run_flat: takes flat arrays that lie there, or are not committed, and references.
+    """
+    read, ambient, donated = reader(planned.template), jax_compat.ambient_mesh(), bool(planned.info.donated)
+
+    def run(*values: Any) -> Any:
+        flat, references = read(values)
+        if jax_compat.ambient_mesh() != ambient or not same_avals(flat, planned.avals):
+            raise NewSignature
+        twice = donated and len(set(map(id, flat))) < len(flat)
+        if twice or not settled(flat, inputs):
+            raise NewSignature
+        return run_flat(flat, references)
+
+    return run
 
 
 def compile_stages(
@@ -405,15 +419,10 @@ class _Finish:
             assert known is not None, "results are known to every process"
             for k, x in zip(ks, known, strict=True):
                 found[k] = x
-        return [self._placed(x, aval, place) for x, aval, place in zip(found, self._avals, self._places, strict=True)]
-
-    @staticmethod
-    def _placed(found: Any, aval: Any, place: NamedSharding) -> Any:
-        if found is None:
-            return nothing_of(aval, place)
-        return found if isinstance(found, jax.Array) else put(jnp.asarray(found), place)
+        every = zip(found, self._avals, self._places, strict=True)
+        return [nothing_of(aval, place) if x is None else there(x, place) for x, aval, place in every]
 
 
 def there(result: Any, place: NamedSharding) -> Any:
     """The result as an array; a literal is put at its place."""
-    return result if isinstance(result, jax.Array) else jax.device_put(jnp.asarray(result), place)
+    return result if isinstance(result, jax.Array) else put(jnp.asarray(result), place)

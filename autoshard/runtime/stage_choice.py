@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ArgumentError, InfeasibleError, MeshError, MicrobatchError
@@ -16,6 +16,7 @@ from autoshard.runtime.programs import OnEvent, Programs, Way, way_of
 from autoshard.runtime.stage_planning import Staged, plan_stages
 from autoshard.runtime.stage_search import FIRST, Outline, PipelineSearch, find_units, likely, stage_counts
 from autoshard.runtime.target import Target
+from autoshard.search import Schedule
 
 LARGE = 12_000
 """Equations of a step above which pipelines and plans for one mesh are estimated first, and the best one is planned.
@@ -54,6 +55,11 @@ class MakePlan(Protocol):
         seed: int,
         on_event: OnEvent | None = None,
         suggest: bool = True,
+        on_schedule: Callable[[Schedule], None] | None = None,
+        compare: bool = True,
+        hoist: bool = True,
+        split: Mapping[int, int] = ...,
+        known: Any = None,
     ) -> Plan: ...
 
 
@@ -121,7 +127,7 @@ def with_or_without_stages(
         return choose(options.memory_limit)[0], None
     if not found:
         assert error is not None, "a step is planned or refused"
-        raise error
+        raise InfeasibleError(f"{error}; no pipeline: {why}" if why else str(error), error.need_bytes) from error
     best, staged = min(found, key=lambda each: each[0].time_s)
     others = [_alternative(plan, best) for plan, _ in found if plan is not best]
     others += [
@@ -156,7 +162,10 @@ def _outlines(
             refused = refused or error
     if split is None:
         return [], str(refused).splitlines()[0]
-    units = find_units(split, info)
+    try:
+        units = find_units(split, info)
+    except MicrobatchError as error:
+        return [], str(error).splitlines()[0]
     if on_event is not None:
         on_event("units", f"{len(units.kind)} units of {len(set(units.kind))} kinds")
     limit = options.memory_limit or target.cluster.memory_bytes

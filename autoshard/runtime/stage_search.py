@@ -23,13 +23,13 @@ from typing import Any, final
 
 from autoshard.cluster import Cluster
 from autoshard.costmodel import Block, equation_cost, time_s
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, MicrobatchError
 from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, Value, trip_count
 from autoshard.passes import Microbatches, Part, StageGraph, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
 from autoshard.plan import Plan
 from autoshard.runtime.stage_costs import PhaseTimer, StageNeeds, overlaps, stage_needs
 from autoshard.runtime.stage_planning import Skeleton, stage_info
-from autoshard.search import balance, candidate_meshes, crossing_bytes, prepare, unit_boundaries
+from autoshard.search import balance, candidate_meshes, crossing_bytes, prepare, too_few, unit_boundaries
 
 DISPATCH_S = 150e-6
 """Seconds to dispatch one program and move its results. Measured: bench/pipeline_driver, 2.7 % of 5.8 ms a program."""
@@ -45,6 +45,9 @@ MOST_STAGES = 8
 
 ACCUMULATION = 3
 """How often an accumulator's bytes move for a microbatch: two reads and a write."""
+
+LEAST_UNITS = 2
+"""A forward pass of fewer equations has nothing to cut."""
 
 ALL_AXES = 9
 """More axes than a mesh has."""
@@ -148,10 +151,16 @@ def batch_size(split: Microbatches) -> int:
 
 
 def find_units(split: Microbatches, info: StepInfo) -> Units:
-    """The units of a step."""
+    """The units of a step.
+
+    Raises:
+      MicrobatchError: its forward pass is one equation, or none.
+    """
     step = loop_step(split)
     starts = unit_boundaries(step)
     forward = equation_kinds(step).forward
+    if len(forward) < LEAST_UNITS:
+        raise MicrobatchError(too_few(forward, LEAST_UNITS))
     kinds: list[Hashable] = []
     for begin, end in zip((0, *starts), (*starts, len(forward)), strict=True):
         kinds.append(tuple(_look(e) for e in forward[begin:end]))
@@ -349,8 +358,8 @@ class PipelineSearch:
         microbatches: int | None,
     ) -> Iterable[Outline]:
         batch = self._units.batch
-        tried = [m for m in range(1, MOST_MICROBATCHES * stages + 1) if batch % m == 0 and m >= min(stages, batch)]
-        tried = [m for m in tried if not tried or m in _spread(tried)]
+        most = MOST_MICROBATCHES * stages
+        tried = _spread([m for m in range(min(stages, batch), most + 1) if batch % m == 0])
         for count in tried if microbatches is None else [microbatches]:
             for recompute in (False, True) if remat is None else (remat,):
                 found = self._outline(stages, part, mesh, costs, count, recompute)

@@ -206,7 +206,7 @@ def pack(value: Any) -> Any:
 def unpack(sent: Any, aval: Any) -> Any:
     """The inverse of `pack`."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        sent = jax.random.wrap_key_data(sent, impl=jax_compat.key_impl_name(aval.dtype))
+        sent = jax.random.wrap_key_data(sent, impl=jax_compat.key_impl(aval.dtype))
     return sent.reshape(aval.shape)
 
 

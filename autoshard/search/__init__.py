@@ -27,4 +27,5 @@ from .stage_balance import balance as balance
 from .stage_balance import choose_cuts as choose_cuts
 from .stage_balance import crossing_bytes as crossing_bytes
 from .stage_balance import describe_cuts as describe_cuts
+from .stage_balance import too_few as too_few
 from .stage_balance import unit_boundaries as unit_boundaries

@@ -48,15 +48,7 @@ def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> 
     kinds = equation_kinds(step)
     count = len(kinds.forward)
     if count < stages:
-        heads = ", ".join(e.name for e in kinds.forward) or "nothing"
-        raise MicrobatchError(
-            explain(
-                f"a forward pass of {count} equation{'s' if count != 1 else ''} that use weights ({heads}) for "
-                f"{stages} stages",
-                "at least one equation a stage; a loop (lax.scan) is one equation and is not cut",
-                "use fewer stages, or write the layers of a scan out",
-            )
-        )
+        raise MicrobatchError(too_few(kinds.forward, stages))
     place = {v: i for i, e in enumerate(kinds.forward) for v in e.outputs}
     seconds = [_seconds(e, cluster) / devices for e in kinds.forward]
     at: dict[Value, int] = dict(place)
@@ -82,6 +74,17 @@ def choose_cuts(step: LoopStep, stages: int, cluster: Cluster, devices: int) -> 
     rate = link.bytes_per_s if link is not None else float("inf")
     sends = [2 * c / rate for c in crossing]
     return balance(points, seconds, sends, stages)
+
+
+def too_few(forward: Sequence[Apply], stages: int) -> str:
+    """Why a forward pass cannot be cut into so many stages."""
+    heads = ", ".join(e.name for e in forward) or "nothing"
+    return explain(
+        f"a forward pass of {len(forward)} equation{'s' if len(forward) != 1 else ''} that use weights ({heads}) for "
+        f"{stages} stages",
+        "at least one equation a stage; a loop (lax.scan) is one equation and is not cut",
+        "use fewer stages, or write the layers of a scan out",
+    )
 
 
 def balance(points: Sequence[int], seconds: Sequence[float], sends: Sequence[float], stages: int) -> tuple[int, ...]:

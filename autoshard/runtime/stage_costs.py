@@ -23,6 +23,33 @@ from autoshard.search import Schedule as StepSchedule
 
 @final
 @dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """Seconds of a program, of one microbatch where in the loop.
+
+    Attributes:
+      work_s: its compute, and what nothing hides of the collectives of examples.
+      moved_s: collectives of examples.
+      fixed_s: collectives of weights and of their gradients, which are as many bytes in a smaller microbatch.
+    """
+
+    work_s: float = 0.0
+    moved_s: float = 0.0
+    fixed_s: float = 0.0
+
+    def times(self, factor: float) -> PhaseCost:
+        """Of a program that is so many times as much."""
+        return PhaseCost(factor * self.work_s, factor * self.moved_s, factor * self.fixed_s)
+
+    def __add__(self, other: PhaseCost) -> PhaseCost:
+        return PhaseCost(self.work_s + other.work_s, self.moved_s + other.moved_s, self.fixed_s + other.fixed_s)
+
+    def time_s(self, overlaps: bool) -> float:
+        """Seconds from beginning to end."""
+        return max(self.work_s, self.moved_s + self.fixed_s) if overlaps else self.work_s + self.fixed_s
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class PhaseTimer:
     """Takes from a stage's simulated step the seconds of each of its programs, of one microbatch where in the loop.
 
@@ -32,18 +59,20 @@ class PhaseTimer:
     Attributes:
       stage: the stage.
       graph: its prepared graph.
+      partial: values of the loop that microbatches add up.
       count: microbatches.
-      overlaps: whether weights are gathered beside the rest of a program; else after it.
+      overlaps: whether collectives run beside compute.
       times: filled in.
-      gathered: filled in, the part of `times` that does not shrink with the microbatch.
+      costs: filled in, the same by part.
     """
 
     stage: StageGraph
     graph: Graph
+    partial: frozenset[Value]
     count: int
     overlaps: bool
     times: dict[Phase, float]
-    gathered: dict[Phase, float] = field(default_factory=dict[Phase, float])
+    costs: dict[Phase, PhaseCost] = field(default_factory=dict[Phase, PhaseCost])
 
     def __call__(self, made: StepSchedule) -> None:
         of: dict[Equation, Phase] = {}
@@ -58,23 +87,28 @@ class PhaseTimer:
                 if isinstance(atom, Value):
                     readers[atom].add(of[equation])
         consts = len(self.stage.consts)
-        found: dict[Phase, float] = defaultdict(float)
+        compute: dict[Phase, float] = defaultdict(float)
+        moved: dict[Phase, float] = defaultdict(float)
+        summed: dict[Phase, float] = defaultdict(float)
         gathered: dict[Phase, float] = defaultdict(float)
         total = 0.0
         for k, (op, traffic) in enumerate(made.source):
             took = made.simulation.end_s(k) - made.simulation.start_s(k)
             phase = of.get(op.equation) if op.equation is not None else None
             if phase is not None:
-                found[phase] += took / (self.count if phase in (FORWARD, BACKWARD) else 1)
                 total += took
+                into = compute if traffic is None else moved if self.partial.isdisjoint(op.results) else summed
+                into[phase] += took / (self.count if phase in (FORWARD, BACKWARD) else 1)
             elif op.kind is OpKind.ENTER and op.equation is loop and traffic is not None and op.position < consts:
                 for reader in {phase for value in op.results for phase in readers[value]}:
                     gathered[reader] += took / self.count
         overlapped = min(made.time_s / total, 1.0) if total else 1.0
-        for phase in {*found, *gathered}:
-            mine = overlapped * found[phase]
-            self.times[phase] = max(mine, gathered[phase]) if self.overlaps else mine + gathered[phase]
-            self.gathered[phase] = gathered[phase]
+        for phase in {*compute, *moved, *summed, *gathered}:
+            work = compute[phase] + moved[phase]
+            mine = overlapped * (work + summed[phase])
+            cost = PhaseCost(min(mine, work), moved[phase], summed[phase] + gathered[phase])
+            self.costs[phase] = cost
+            self.times[phase] = max(mine, cost.time_s(self.overlaps))
 
 
 def overlaps(kind: str) -> bool:

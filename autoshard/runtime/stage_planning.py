@@ -227,6 +227,7 @@ def plan_stages(
             known[key] = _plan_stage(
                 stage,
                 graph,
+                step.partial,
                 held[stage.stage],
                 split.count,
                 options.memory_limit or mine.memory_bytes,
@@ -269,19 +270,19 @@ class PlannedStage:
 
     Attributes:
       plan: of its graph.
-      seconds: of each program, of one microbatch where in the loop; gathered_s: the part for gathered weights.
+      seconds: of each program, of one microbatch where in the loop.
       needs: bytes.
     """
 
     plan: Plan
     seconds: Mapping[Phase, float]
-    gathered_s: Mapping[Phase, float]
     needs: StageNeeds
 
 
 def _plan_stage(
     stage: StageGraph,
     graph: Graph,
+    partial: frozenset[Value],
     held: int,
     count: int,
     limit: int,
@@ -298,7 +299,7 @@ def _plan_stage(
     closest: PlannedStage | None = None
     allowed = float(limit)
     for _ in range(ATTEMPTS):
-        timer = PhaseTimer(stage, graph, count, overlaps(kind), {})
+        timer = PhaseTimer(stage, graph, partial, count, overlaps(kind), {})
         try:
             plan = search(memory_limit=int(allowed), on_schedule=timer)
         except InfeasibleError as error:
@@ -311,7 +312,7 @@ def _plan_stage(
         needs = stage_needs(graph, plan, stage, kind)
         peak = needs.peak(held)
         if closest is None or peak < closest.needs.peak(held):
-            closest = PlannedStage(plan, timer.times, timer.gathered, needs)
+            closest = PlannedStage(plan, timer.times, needs)
         if peak <= limit or allowed > limit:
             break
         allowed *= 0.95 * limit / peak

@@ -27,7 +27,7 @@ from autoshard.errors import InfeasibleError, MicrobatchError
 from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, Value, trip_count
 from autoshard.passes import Microbatches, Part, StageGraph, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
 from autoshard.plan import Plan
-from autoshard.runtime.stage_costs import PhaseTimer, StageNeeds, overlaps, stage_needs
+from autoshard.runtime.stage_costs import PhaseCost, PhaseTimer, StageNeeds, overlaps, stage_needs
 from autoshard.runtime.stage_planning import Skeleton, stage_info
 from autoshard.search import balance, candidate_meshes, crossing_bytes, prepare, too_few, unit_boundaries
 
@@ -48,6 +48,8 @@ ACCUMULATION = 3
 
 LEAST_UNITS = 2
 """A forward pass of fewer equations has nothing to cut."""
+
+NOTHING = PhaseCost()
 
 ALL_AXES = 9
 """More axes than a mesh has."""
@@ -72,28 +74,20 @@ class UnitCost:
     """One unit on one mesh, with the table's microbatches.
 
     Attributes:
-      forward_s, backward_s: of a microbatch, without the gathering of weights.
-      gathered_forward_s, gathered_backward_s: for that.
+      forward, backward: of a microbatch.
       once_s: of a step.
       needs: bytes on a device.
     """
 
-    forward_s: float
-    backward_s: float
-    gathered_forward_s: float
-    gathered_backward_s: float
+    forward: PhaseCost
+    backward: PhaseCost
     once_s: float
     needs: StageNeeds
 
     def times(self, factor: float) -> UnitCost:
         """Of a unit that is so many times as much."""
         return UnitCost(
-            factor * self.forward_s,
-            factor * self.backward_s,
-            factor * self.gathered_forward_s,
-            factor * self.gathered_backward_s,
-            factor * self.once_s,
-            self.needs.times(factor),
+            self.forward.times(factor), self.backward.times(factor), factor * self.once_s, self.needs.times(factor)
         )
 
 
@@ -299,7 +293,9 @@ class PipelineSearch:
         if number not in self._graphs:
             self._graphs[number] = prepare(unit.graph)
         graph = self._graphs[number]
-        timer = PhaseTimer(unit, graph, self._units.split.count, False, {})
+        device = part.device(0).kind
+        step = self._units.stages.cut.step
+        timer = PhaseTimer(unit, graph, step.partial, step.count, overlaps(device), {})
         try:
             plan = self._search(
                 graph,
@@ -319,21 +315,12 @@ class PipelineSearch:
             )
         except InfeasibleError:
             return None
-        seconds: dict[Part, float] = {}
-        for (phase, _), took in timer.times.items():
-            seconds[phase] = seconds.get(phase, 0.0) + took
-        needs = stage_needs(graph, plan, unit, part.device(0).kind)
-        once = seconds.get(Part.BEFORE, 0.0) + seconds.get(Part.AFTER, 0.0)
-        gathered = {part: took for (part, _), took in timer.gathered.items()}
-        forward, backward = gathered.get(Part.FORWARD, 0.0), gathered.get(Part.BACKWARD, 0.0)
-        return UnitCost(
-            seconds.get(Part.FORWARD, 0.0) - forward,
-            seconds.get(Part.BACKWARD, 0.0) - backward,
-            forward,
-            backward,
-            once,
-            needs,
-        )
+        costs: dict[Part, PhaseCost] = {}
+        for (phase, _), cost in timer.costs.items():
+            costs[phase] = costs.get(phase, NOTHING) + cost
+        once = sum(took for (phase, _), took in timer.times.items() if phase in (Part.BEFORE, Part.AFTER))
+        forward, backward = costs.get(Part.FORWARD, NOTHING), costs.get(Part.BACKWARD, NOTHING)
+        return UnitCost(forward, backward, once, stage_needs(graph, plan, unit, device))
 
     def _split(self, unit: StageGraph, graph: Graph, split: Split) -> dict[int, int]:
         """For the unit's state the number of inner axes that it is to be split over."""
@@ -370,17 +357,19 @@ class PipelineSearch:
                     break
 
     def _seconds(self, costs: Sequence[UnitCost], share: float, remat: bool) -> tuple[float, float]:
-        """Forward and backward of a stage of these units; weights of one are gathered while another computes."""
-        rate = self._cluster.device(0).memory_bytes_per_s
+        """Forward and backward of a stage of these units: one moves weights or gradients while another computes."""
+        rate, beside = self._cluster.device(0).memory_bytes_per_s, overlaps(self._cluster.device(0).kind)
         read_s = sum(c.needs.read for c in costs) / rate
-        added_s = sum(min(ACCUMULATION * c.needs.added / rate, c.backward_s) for c in costs)
-        forward = max(share * sum(c.forward_s for c in costs), read_s)
-        backward = max(share * (sum(c.backward_s for c in costs) - added_s), read_s) + added_s
-        backward += forward if remat else 0.0
-        gathered = sum(c.gathered_forward_s for c in costs), sum(c.gathered_backward_s for c in costs)
-        if overlaps(self._cluster.device(0).kind):
-            return max(forward, gathered[0]), max(backward, gathered[1])
-        return forward + gathered[0], backward + gathered[1]
+        added_s = sum(min(ACCUMULATION * c.needs.added / rate, c.backward.work_s) for c in costs)
+        work = max(share * sum(c.forward.work_s for c in costs), read_s)
+        forward = PhaseCost(
+            work, share * sum(c.forward.moved_s for c in costs), sum(c.forward.fixed_s for c in costs)
+        ).time_s(beside)
+        work = max(share * (sum(c.backward.work_s for c in costs) - added_s), read_s) + added_s
+        backward = PhaseCost(
+            work, share * sum(c.backward.moved_s for c in costs), sum(c.backward.fixed_s for c in costs)
+        ).time_s(beside)
+        return forward, backward + (forward if remat else 0.0)
 
     def _outline(
         self, stages: int, part: Cluster, mesh: MeshShape, costs: Sequence[UnitCost], count: int, remat: bool

@@ -15,7 +15,8 @@ from autoshard.ir import Spec, Value
 from autoshard.search.choices import Choice
 from autoshard.search.model import Model
 from autoshard.search.ops import Op, sized
-from autoshard.search.pricing import Pricer, Route, Traffic
+from autoshard.search.pricing import Pricer
+from autoshard.search.rates import Route, Traffic
 
 
 @final

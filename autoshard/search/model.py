@@ -258,5 +258,7 @@ def _edge(value: Value, specs: list[Spec], wanted: list[tuple[Spec, ...]], price
     """Resharding seconds, shape (choices of the maker, choices of the readers)."""
     sources = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
     targets = {w: j for j, w in enumerate(dict.fromkeys(wanted))}
-    table = np.array([[sum(pricer.reshard(value, s, t).time_s for t in w) for w in targets] for s in sources])
+    single = {t: k for k, t in enumerate(dict.fromkeys(t for w in targets for t in w))}
+    seconds = pricer.reshard_s(value, list(sources), list(single))
+    table = np.stack([seconds[:, [single[t] for t in w]].sum(axis=1) for w in targets], axis=1)
     return table[np.ix_([sources[s] for s in specs], [targets[w] for w in wanted])]

@@ -39,6 +39,7 @@ from autoshard.search.schedule import Schedule, schedule, timeline
 from autoshard.search.solve import solve
 from autoshard.search.templates import restrict, split_state, templates
 from autoshard.show import size_text
+from autoshard.timeline import NO_TIMELINE
 
 OnEvent = Callable[[str, Any], None]
 """Called with the name of each finished part of planning and what it made (a graph, or a text)."""
@@ -200,7 +201,8 @@ def make_plan(
       tie: plan repeated layers once.
       suggest: look for a larger cluster if nothing fits.
       on_schedule: called with the simulated step of the plan.
-      compare: solve each template too; they are starts of the search, and the plan's alternatives.
+      compare: solve each template too; they are starts of the search, and the plan's alternatives. Without, the plan
+        has no timeline either.
       hoist: as `list_ops` takes it.
       split: flat arguments, of the state, to the number of inner axes of the mesh they are to be split over where they
         divide.
@@ -256,8 +258,8 @@ def make_plan(
         best.solution,
         tuple(_alternatives(found, best, limit)),
         pins,
-        ground.pricer.times(),
-        timeline(made, exact.layout, exact.buffers, ground.mesh, ground.pricer),
+        ground.pricer.traffic_s,
+        timeline(made, exact.layout, exact.buffers, ground.mesh, ground.pricer) if compare else NO_TIMELINE,
     )
     if on_schedule is not None:
         on_schedule(made)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-from autoshard.cluster import Cluster, axis_group
+from autoshard.cluster import Cluster
 from autoshard.costmodel import (
     WHOLE,
-    CollectiveKind,
     EquationKernels,
     Work,
     WorkKind,
     aligned,
-    collective_time_s,
     cpu_kernels,
     equation_work,
     find_buffers,
     fresh_pages_s,
     materialized,
     measured_time_s,
-    path_collectives,
     peak_memory,
-    reshard_path,
     stored_anywhere,
     work_time_s,
 )
@@ -32,46 +26,8 @@ from autoshard.ir import Atom, FactorKind, Graph, MeshShape, Spec, Value, axes_s
 from autoshard.passes import Constrain
 from autoshard.search.choices import Choice
 from autoshard.search.ops import Op, OpKind, list_ops
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """One collective.
-
-    Attributes:
-      kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
-      nbytes: bytes of the whole buffer of one group, as the compiled program states it.
-      axes: mesh axes it runs over.
-    """
-
-    kind: CollectiveKind
-    nbytes: int
-    axes: tuple[str, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A resharding.
-
-    Attributes:
-      path: the specs to go through, the target last.
-      steps: the collectives of each step.
-      time_s: seconds of all of them.
-    """
-
-    path: tuple[Spec, ...]
-    steps: tuple[tuple[Traffic, ...], ...]
-    time_s: float
-
-    @property
-    def traffic(self) -> tuple[Traffic, ...]:
-        """All collectives."""
-        return tuple(traffic for step in self.steps for traffic in step)
-
-
-HERE = Route((), (), 0.0)
+from autoshard.search.problem import Floats
+from autoshard.search.rates import Route, Traffic, rates
 
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 BY_DIMENSION = frozenset(("dot_general", "conv_general_dilated", *REDUCTIONS))
@@ -103,50 +59,20 @@ class Pricer:
         self.overlaps = self._device.kind != "cpu"
         self._materialized = written
         self._kernels = kernels
-        self._routes: dict[Any, Route] = {}
-        self._steps: dict[tuple[tuple[int, ...], int], dict[tuple[Spec, Spec], float]] = {}
-        self._groups: dict[tuple[str, ...], Any] = {}
-        self._times: dict[Traffic, float] = {}
+        self._rates = rates(cluster, mesh)
         self._work: dict[int, Work] = {}
 
     def traffic_s(self, traffic: Traffic) -> float:
         """Seconds of one collective."""
-        if traffic not in self._times:
-            if traffic.axes not in self._groups:
-                self._groups[traffic.axes] = axis_group(self.cluster, self.mesh, traffic.axes)
-            seconds = collective_time_s(traffic.kind, traffic.nbytes, self._groups[traffic.axes])
-            share = self._device.share((traffic.kind,), traffic.nbytes) or 1.0
-            self._times[traffic] = seconds / share + self._device.collective_launch_s
-        return self._times[traffic]
-
-    def times(self) -> dict[Traffic, float]:
-        """Seconds of every collective asked for so far."""
-        return dict(self._times)
+        return self._rates.traffic_s(traffic)
 
     def reshard(self, value: Value, source: Spec, target: Spec) -> Route:
         """How a value gets from one spec to another, and what that costs."""
-        if source == target:
-            return HERE
-        key = (value.shape, value.dtype, source, target)
-        if key not in self._routes:
-            item = max(value.nbytes // max(math.prod(value.shape), 1), 1)
-            path = reshard_path(
-                value.shape,
-                source,
-                target,
-                self.mesh,
-                lambda kind, elements, axes: self.traffic_s(Traffic(kind, elements * item, axes)),
-                self._steps.setdefault((value.shape, item), {}),
-            )
-            steps = tuple(
-                tuple(
-                    Traffic(kind, elements * item, axes)
-                    for kind, elements, axes in path_collectives(value.shape, a, (b,), self.mesh)
-                )
-                for a, b in zip((source, *path), path, strict=False)
-            )
-            self._routes[key] = Route(path, steps, sum(self.traffic_s(t) for step in steps for t in step))
-        return self._routes[key]
+        return self._rates.route(value, source, target)
+
+    def reshard_s(self, value: Value, sources: Sequence[Spec], targets: Sequence[Spec]) -> Floats:
+        """Seconds from each of the sources to each of the targets, shape (sources, targets)."""
+        return self._rates.table(value, sources, targets)
 
     def reshards(self, value: Value, source: Spec, targets: Iterable[Spec]) -> Iterator[Route]:
         """The routes of one value to several specs; a step that routes begin alike with is paid by the first."""

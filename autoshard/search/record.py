@@ -32,8 +32,8 @@ from autoshard.plan import (
 )
 from autoshard.search.layout import Layout
 from autoshard.search.ops import OpKind, Ops, sized, splittable
-from autoshard.search.pricing import Traffic
 from autoshard.search.problem import Solution
+from autoshard.search.rates import Traffic
 from autoshard.search.why import reasons
 from autoshard.timeline import Timeline
 
@@ -52,7 +52,7 @@ def record_plan(
     solution: Solution,
     alternatives: tuple[Alternative, ...],
     pins: Mapping[int, Spec],
-    time_of: Mapping[Traffic, float],
+    traffic_s: Callable[[Traffic], float],
     times: Timeline,
 ) -> Plan:
     """The plan of a layout; `name` says how it was found, `times` is its simulated step of `time_s`."""
@@ -101,7 +101,7 @@ def record_plan(
         traffic_s=layout.traffic_s,
         memory=memory,
         memory_limit=limit,
-        collectives=_collectives(layout, time_of),
+        collectives=_collectives(layout, traffic_s),
         reshardings=_reshardings(graph, ops, info, layout),
         alternatives=alternatives,
         why=reasons(name, inputs, mesh, ops, layout, time_s, solution, alternatives, pinned),
@@ -153,7 +153,7 @@ def _detours(layout: Layout, number: Callable[[Spec | None], int]) -> tuple[Deto
     return tuple(found)
 
 
-def _collectives(layout: Layout, time_of: Mapping[Traffic, float]) -> tuple[Collective, ...]:
+def _collectives(layout: Layout, traffic_s: Callable[[Traffic], float]) -> tuple[Collective, ...]:
     rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     every = [(t, times) for _, t, times in layout.sums]
     every += [(t, move.times) for move in layout.moves for t in move.route.traffic]
@@ -161,7 +161,7 @@ def _collectives(layout: Layout, time_of: Mapping[Traffic, float]) -> tuple[Coll
         row = rows.setdefault((traffic.kind, traffic.axes), [0, 0, 0.0])
         row[0] += times
         row[1] += times * traffic.nbytes
-        row[2] += times * time_of[traffic]
+        row[2] += times * traffic_s(traffic)
     made = [Collective(kind, axes, int(n), int(b), s) for (kind, axes), (n, b, s) in rows.items()]
     return tuple(sorted(made, key=lambda c: -c.time_s))
 

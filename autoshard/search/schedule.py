@@ -25,7 +25,8 @@ from autoshard.costmodel import Buffers, Simulation, TaskGraphBuilder, equation_
 from autoshard.ir import MeshShape, Value, axes_size
 from autoshard.search.layout import Layout, Move
 from autoshard.search.ops import Op, OpKind, Ops
-from autoshard.search.pricing import Pricer, Traffic
+from autoshard.search.pricing import Pricer
+from autoshard.search.rates import Traffic
 from autoshard.timeline import Lane, MemoryCurve, OperatorCost, Span, Timeline
 
 SPANS = 2000

@@ -69,7 +69,7 @@ def path_collectives(shape: Sequence[int], source: Spec, path: Sequence[Spec], m
 
 
 def reshard_path(
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     source: Spec,
     target: Spec,
     mesh: MeshShape,
@@ -90,23 +90,25 @@ def reshard_path(
     """
     if source == target:
         return ()
-    direct = reshard_collectives(shape, source, target, mesh)
     sizes = dict(mesh)
-    whole = all(divides(tuple(shape), spec, sizes) for spec in (source, target))
-    if not whole or (len(direct) < 2 and not rematerializes(source, target, mesh)):
+    whole = divides(shape, source, sizes) and divides(shape, target, sizes)
+    moves, rematerialized = _moves(source, target, mesh)
+    if not whole or (len(moves) < 2 and not rematerialized):
         return (target,)
     price = _sent(sizes) if cost is None else cost
     costs = {} if known is None else known
+    elements, devices = math.prod(shape), math.prod(sizes.values())
 
     def step(a: Spec, b: Spec) -> float:
-        if (a, b) not in costs:
-            costs[a, b] = sum(price(*move) for move in reshard_collectives(shape, a, b, mesh))
+        if (a, b) not in costs:  # all of these divide evenly: nothing is padded
+            found = _moves(a, b, mesh)[0] if a != b else ()
+            costs[a, b] = sum(price(kind, elements * share // devices, axes) for kind, share, axes in found)
         return costs[a, b]
 
     best, best_cost = (target,), WORTH_A_STEP * step(source, target)
     for candidates in (_between, _every):
         for between in candidates(source, target):
-            if between in (source, target) or not divides(tuple(shape), between, sizes):
+            if between in (source, target) or not divides(shape, between, sizes):
                 continue
             total = step(source, between)
             if total < best_cost and (total := total + step(between, target)) < best_cost:

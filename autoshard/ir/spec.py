@@ -64,7 +64,7 @@ def local_bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
 
 def divides(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> bool:
     """Whether each dimension is a multiple of the number of its parts."""
-    return all(n % axes_size(axes, sizes) == 0 for n, axes in zip(shape, spec, strict=True))
+    return all(not axes or n % axes_size(axes, sizes) == 0 for n, axes in zip(shape, spec, strict=True))
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:

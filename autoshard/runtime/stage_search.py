@@ -241,8 +241,9 @@ class PipelineSearch:
     def outlines(self, counts: Sequence[int], remat: bool | None, microbatches: int | None) -> list[Outline]:
         """Pipelines by estimated time, those that fit first.
 
-        First all units are taken to be like the weightiest kind, on every mesh. For the `REFINED` best numbers of
-        stages, on the mesh that is best for each, the other kinds are looked at.
+        First all units are taken to be like the weightiest kind; meshes are tried from the inner size that was best for
+        the last number of stages, up and down until it gets worse. For the `REFINED` best numbers of stages, on the
+        mesh that is best for each, the other kinds are looked at.
 
         Args:
           counts: of stages.
@@ -250,16 +251,23 @@ class PipelineSearch:
           microbatches: how many, None to choose.
         """
         rough: list[tuple[Outline, Cluster, Split]] = []
+        best = 1  # devices of the inner axis
         for stages in counts:
             part = self._cluster.part(0, self._cluster.size // stages)
-            for mesh in candidate_meshes(part):
+            meshes = {inner_size(mesh): mesh for mesh in candidate_meshes(part)}
+
+            def of_mesh(inner: int, n: int = stages, part: Cluster = part, meshes: Any = meshes) -> float:
+                found: list[Outline] = []
                 for split in Split if part.size > 1 else (Split.FREE,):
-                    cost = self._cost(self._order[0], part, mesh, split)
-                    if cost is None:
-                        continue
-                    costs = [cost.times(self._bulk[kind]) for kind in self._units.kind]
-                    mine = self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
-                    rough += [(outline, part, split) for outline in mine]
+                    cost = self._cost(self._order[0], part, meshes[inner], split)
+                    if cost is not None:
+                        costs = [cost.times(self._bulk[kind]) for kind in self._units.kind]
+                        mine = list(self._with_microbatches(n, part, meshes[inner], costs, remat, microbatches))
+                        rough.extend((outline, part, split) for outline in mine)
+                        found += mine
+                return min((self._penalty(o) for o in found), default=float("inf"))
+
+            best = climb(sorted(meshes), best, of_mesh)
         rough.sort(key=lambda each: self._rank(each[0]))
         found: list[Outline] = []
         done: dict[int, set[Hashable]] = {}
@@ -277,6 +285,10 @@ class PipelineSearch:
             if len(costs) == len(self._units.kind):
                 found += self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
         return sorted(found, key=self._rank)
+
+    def _penalty(self, outline: Outline) -> float:
+        """Seconds, with the excess of memory as if it were time: for the way to what fits."""
+        return outline.time_s * max(1.0, (outline.peak_bytes / self._limit) ** 2)
 
     def _rank(self, outline: Outline) -> tuple[bool, float]:
         return outline.peak_bytes > self._limit, outline.time_s
@@ -407,6 +419,25 @@ class PipelineSearch:
         dispatched = 2 * stages * count * DISPATCH_S / len(self._cluster.nodes) if stages > 1 else 0.0
         skeleton = Skeleton(stages, None, mesh, cuts if stages > 1 else None, len(units.sent))
         return Outline(skeleton, count, remat, max(total, dispatched), peak)
+
+
+def inner_size(mesh: MeshShape) -> int:
+    """Devices of the second axis, 1 where there is one axis."""
+    return mesh[1][1] if len(mesh) > 1 else 1
+
+
+def climb(options: Sequence[int], start: int, cost: Callable[[int], float]) -> int:
+    """The best option of those tried: from the one nearest to the start up and down, each until it gets worse."""
+    begin = min(range(len(options)), key=lambda k: abs(options[k] - start))
+    best, least = begin, cost(options[begin])
+    for step in (1, -1):
+        at = begin + step
+        while 0 <= at < len(options):
+            found = cost(options[at])
+            if found >= least:
+                break
+            best, least, at = at, found, at + step
+    return options[best]
 
 
 def _spread(counts: Sequence[int]) -> list[int]:

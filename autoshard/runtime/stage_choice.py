@@ -59,6 +59,7 @@ class MakePlan(Protocol):
         compare: bool = True,
         hoist: bool = True,
         split: Mapping[int, int] = ...,
+        arriving: Mapping[int, float] = ...,
         known: Any = None,
     ) -> Plan: ...
 

@@ -211,6 +211,8 @@ def plan_stages(
     graphs: list[Graph] = []
     found: list[PlannedStage] = []
     known: dict[Hashable, PlannedStage] = {}
+    away = target.cluster.link_between(0, devices) if schedule.ranks > 1 else None
+    byte_s = 0.0 if away is None else 1 / away.bytes_per_s
     held = verify(schedule).held_by_stage
     for stage in stages.graphs:
         graph = prepare(stage.graph, on_event)
@@ -239,6 +241,7 @@ def plan_stages(
                     mine,
                     skeleton.mesh,
                     pins=fixed,
+                    arriving=arriving(stage, byte_s),
                     budget_s=share,
                     seed=options.seed,
                     on_event=on_event,
@@ -311,8 +314,9 @@ def _plan_stage(
         plan = dataclasses.replace(plan, memory_limit=limit)
         needs = stage_needs(graph, plan, stage, kind)
         peak = needs.peak(held)
-        if closest is None or peak < closest.needs.peak(held):
-            closest = PlannedStage(plan, timer.times, needs)
+        if closest is not None and peak >= closest.needs.peak(held):
+            break  # nothing else was found
+        closest = PlannedStage(plan, timer.times, needs)
         if peak <= limit or allowed > limit:
             break
         allowed *= 0.95 * limit / peak
@@ -328,6 +332,12 @@ def _named(planned: PlannedStage, info: StepInfo) -> PlannedStage:
     inputs = tuple(dataclasses.replace(a, path=p) for a, p in zip(plan.inputs, info.input_paths, strict=True))
     outputs = tuple(dataclasses.replace(a, path=p) for a, p in zip(plan.outputs, info.output_paths, strict=True))
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, inputs=inputs, outputs=outputs))
+
+
+def arriving(stage: StageGraph, byte_s: float) -> dict[int, float]:
+    """For the inputs of a stage's graph that other stages send, the seconds a byte takes."""
+    first = len(stage.inputs)
+    return dict.fromkeys(range(first, first + len(stage.arrivals) + len(stage.loop_arrivals)), byte_s)
 
 
 def stage_info(stage: StageGraph, stages: Stages, info: StepInfo) -> StepInfo:

@@ -28,7 +28,7 @@ from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, Value, tri
 from autoshard.passes import Microbatches, Part, StageGraph, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
 from autoshard.plan import Plan
 from autoshard.runtime.stage_costs import PhaseCost, PhaseTimer, StageNeeds, overlaps, stage_needs
-from autoshard.runtime.stage_planning import Skeleton, stage_info
+from autoshard.runtime.stage_planning import Skeleton, arriving, stage_info
 from autoshard.search import balance, candidate_meshes, crossing_bytes, prepare, too_few, unit_boundaries
 
 DISPATCH_S = 150e-6
@@ -323,6 +323,7 @@ class PipelineSearch:
                 compare=False,
                 hoist=False,
                 split=self._split(unit, graph, split),
+                arriving=arriving(unit, self._byte_s(part)),
                 known=self._known,
             )
         except InfeasibleError:
@@ -333,6 +334,10 @@ class PipelineSearch:
         once = sum(took for (phase, _), took in timer.times.items() if phase in (Part.BEFORE, Part.AFTER))
         forward, backward = costs.get(Part.FORWARD, NOTHING), costs.get(Part.BACKWARD, NOTHING)
         return UnitCost(forward, backward, once, stage_needs(graph, plan, unit, device))
+
+    def _byte_s(self, part: Cluster) -> float:
+        """Seconds for which a device receives a byte of what the unit before has made, here or on other devices."""
+        return 1 / self._cluster.link_between(0, part.size if part.size < self._cluster.size else 1).bytes_per_s
 
     def _split(self, unit: StageGraph, graph: Graph, split: Split) -> dict[int, int]:
         """For the unit's state the number of inner axes that it is to be split over."""

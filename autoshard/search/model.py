@@ -22,6 +22,7 @@ from autoshard.ir import (
     Value,
     assignment_of,
     from_partition_spec,
+    local_bytes,
     local_shape,
     print_spec,
     short_type,
@@ -197,9 +198,19 @@ def _follow(op: Op, parent: Follow, above: Choice, sizes: Mapping[str, int], cac
     return cache[key]
 
 
-def build_problem(model: Model, pricer: Pricer) -> Problem:
-    """The costs of every choice and pair of choices, without memory rows."""
+def build_problem(model: Model, pricer: Pricer, arriving: Mapping[Value, float] | None = None) -> Problem:
+    """The costs of every choice and pair of choices, without memory rows.
+
+    Args:
+      model: of the step.
+      pricer: of the mesh.
+      arriving: arguments that come from other devices, to the seconds a byte of a device's part takes.
+    """
     costs: list[Floats] = [np.zeros(len(model.choices[k])) for k in model.leaders]
+    for value, seconds in (arriving or {}).items():
+        k = model.kinds.kind[model.ops.maker[value][0].index]
+        parts = [local_bytes(value.aval, c.results[0], pricer.sizes) for c in model.choices[k]]
+        costs[model.variable[k]] += seconds * np.array(parts, float)
     edges: dict[Edge, Floats] = {}
     for k, group in enumerate(model.kinds.members):
         costs[model.variable[k]] += len(group) * group[0].times * _unary(group[0], model.choices[k], pricer)

@@ -45,6 +45,7 @@ OnEvent = Callable[[str, Any], None]
 """Called with the name of each finished part of planning and what it made (a graph, or a text)."""
 
 NOTHING: Mapping[int, int] = {}
+NO_RATES: Mapping[int, float] = {}
 
 MEMORY_ROWS = 8
 """Times at which the solver sees memory: the highest peaks of the templates."""
@@ -184,6 +185,7 @@ def make_plan(
     compare: bool = True,
     hoist: bool = True,
     split: Mapping[int, int] = NOTHING,
+    arriving: Mapping[int, float] = NO_RATES,
     known: dict[Any, tuple[Task, Ground, Problem]] | None = None,
 ) -> Plan:
     """Plans a step.
@@ -206,6 +208,7 @@ def make_plan(
       hoist: as `list_ops` takes it.
       split: flat arguments, of the state, to the number of inner axes of the mesh they are to be split over where they
         divide.
+      arriving: flat arguments that come from other devices in each step, to the seconds a byte of a part takes.
       known: problems of earlier calls for the same graph, cluster and mesh, which differ in `split` only; filled in.
 
     Raises:
@@ -233,6 +236,7 @@ def make_plan(
             tell=tell,
             compare=compare,
             split={graph.inputs[i]: n for i, n in split.items()},
+            arriving={graph.inputs[i]: seconds for i, seconds in arriving.items()},
             known=known,
         )
     chosen = _choose(task, found)
@@ -282,6 +286,7 @@ def plan_mesh(
     tell: OnEvent,
     compare: bool = True,
     split: Mapping[Value, int] | None = None,
+    arriving: Mapping[Value, float] | None = None,
     known: dict[Any, tuple[Task, Ground, Problem]] | None = None,
 ) -> list[Candidate]:
     """The answers of the full search and of each template on one mesh."""
@@ -294,7 +299,7 @@ def plan_mesh(
         pricer = Pricer(cluster, mesh, task.stored.__contains__, task.kernels)
         model = build_model(task.ops, mesh, task.pins, tie, task.written)
         ground = Ground(mesh, pricer, model, memory_table(model, task.lives, pricer.sizes))
-        problem = build_problem(model, pricer)
+        problem = build_problem(model, pricer, arriving)
         if known is not None:
             known[key] = task, ground, problem
     names = tuple(axis for axis, size in mesh if size > 1)

@@ -16,7 +16,7 @@ One process dispatches every program of a node, which takes `DISPATCH_S` each: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
@@ -27,8 +27,9 @@ from autoshard.errors import InfeasibleError, MicrobatchError
 from autoshard.ir import Apply, Equation, Graph, MeshShape, StepInfo, Value, trip_count
 from autoshard.passes import Microbatches, Part, StageGraph, Stages, cut_stages, equation_kinds, loop_step, stage_graphs
 from autoshard.plan import Plan
-from autoshard.runtime.stage_costs import PhaseCost, PhaseTimer, StageNeeds, overlaps, stage_needs
+from autoshard.runtime.stage_costs import PhaseCost, PhaseTimer, overlaps, stage_needs
 from autoshard.runtime.stage_planning import Skeleton, arriving, stage_info
+from autoshard.runtime.unit_costs import UnitCost, UnitTable
 from autoshard.search import balance, candidate_meshes, crossing_bytes, prepare, too_few, unit_boundaries
 
 DISPATCH_S = 150e-6
@@ -42,9 +43,6 @@ REFINED = 3
 
 MOST_STAGES = 8
 """Numbers of stages that are tried, spread evenly by their logarithm. Ours, for plan time."""
-
-ACCUMULATION = 3
-"""How often an accumulator's bytes move for a microbatch: two reads and a write."""
 
 LEAST_UNITS = 2
 """A forward pass of fewer equations has nothing to cut."""
@@ -66,29 +64,6 @@ class Split(Enum):
     FREE = "as is quickest"
     INNER = "weights over the inner axis (Megatron), what only the update reads over all (ZeRO-1)"
     ALL = "all of it over all (ZeRO-3)"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class UnitCost:
-    """One unit on one mesh, with the table's microbatches.
-
-    Attributes:
-      forward, backward: of a microbatch.
-      once_s: of a step.
-      needs: bytes on a device.
-    """
-
-    forward: PhaseCost
-    backward: PhaseCost
-    once_s: float
-    needs: StageNeeds
-
-    def times(self, factor: float) -> UnitCost:
-        """Of a unit that is so many times as much."""
-        return UnitCost(
-            self.forward.times(factor), self.backward.times(factor), factor * self.once_s, self.needs.times(factor)
-        )
 
 
 @final
@@ -220,7 +195,7 @@ class PipelineSearch:
         self._graphs: dict[int, Graph] = {}
         self._costs: dict[Hashable, UnitCost | None] = {}
         self._known: dict[Any, Any] = {}  # problems, for `make_plan`
-        self._cuts: dict[Hashable, tuple[Sequence[UnitCost], tuple[int, ...]]] = {}  # keeps what its keys are ids of
+        self._cuts: dict[tuple[int, UnitTable, bool], tuple[int, ...]] = {}
         count: dict[Hashable, int] = {}
         for kind in units.kind:
             count[kind] = count.get(kind, 0) + 1
@@ -261,8 +236,8 @@ class PipelineSearch:
                 for split in Split if part.size > 1 else (Split.FREE,):
                     cost = self._cost(self._order[0], part, meshes[inner], split)
                     if cost is not None:
-                        costs = [cost.times(self._bulk[kind]) for kind in self._units.kind]
-                        mine = list(self._with_microbatches(n, part, meshes[inner], costs, remat, microbatches))
+                        table = self._table({kind: cost.times(self._bulk[kind]) for kind in self._order})
+                        mine = list(self._with_microbatches(n, part, meshes[inner], table, remat, microbatches))
                         rough.extend((outline, part, split) for outline in mine)
                         found += mine
                 return min((self._penalty(o) for o in found), default=float("inf"))
@@ -280,11 +255,15 @@ class PipelineSearch:
             if (mesh, split) in seen or len(seen) == 2:
                 continue
             seen.add((mesh, split))
-            known = {kind: self._cost(kind, part, mesh, split) for kind in self._order}
-            costs = [cost for kind in self._units.kind if (cost := known[kind]) is not None]
-            if len(costs) == len(self._units.kind):
-                found += self._with_microbatches(stages, part, mesh, costs, remat, microbatches)
+            of = {kind: self._cost(kind, part, mesh, split) for kind in self._order}
+            known = {kind: cost for kind, cost in of.items() if cost is not None}
+            if len(known) == len(of):
+                found += self._with_microbatches(stages, part, mesh, self._table(known), remat, microbatches)
         return sorted(found, key=self._rank)
+
+    def _table(self, costs: Mapping[Hashable, UnitCost]) -> UnitTable:
+        device = self._cluster.device(0)
+        return UnitTable([costs[kind] for kind in self._units.kind], device.memory_bytes_per_s, overlaps(device.kind))
 
     def _penalty(self, outline: Outline) -> float:
         """Seconds, with the excess of memory as if it were time: for the way to what fits."""
@@ -357,7 +336,7 @@ class PipelineSearch:
         stages: int,
         part: Cluster,
         mesh: MeshShape,
-        costs: Sequence[UnitCost],
+        table: UnitTable,
         remat: bool | None,
         microbatches: int | None,
     ) -> Iterable[Outline]:
@@ -366,30 +345,15 @@ class PipelineSearch:
         tried = _spread([m for m in range(min(stages, batch), most + 1) if batch % m == 0])
         for count in tried if microbatches is None else [microbatches]:
             for recompute in (False, True) if remat is None else (remat,):
-                found = self._outline(stages, part, mesh, costs, count, recompute)
+                found = self._outline(stages, part, mesh, table, count, recompute)
                 if found is None:
                     continue
                 yield found
                 if found.peak_bytes <= self._limit:
                     break
 
-    def _seconds(self, costs: Sequence[UnitCost], share: float, remat: bool) -> tuple[float, float]:
-        """Forward and backward of a stage of these units: one moves weights or gradients while another computes."""
-        rate, beside = self._cluster.device(0).memory_bytes_per_s, overlaps(self._cluster.device(0).kind)
-        read_s = sum(c.needs.read for c in costs) / rate
-        added_s = sum(min(ACCUMULATION * c.needs.added / rate, c.backward.work_s) for c in costs)
-        work = max(share * sum(c.forward.work_s for c in costs), read_s)
-        forward = PhaseCost(
-            work, share * sum(c.forward.moved_s for c in costs), sum(c.forward.fixed_s for c in costs)
-        ).time_s(beside)
-        work = max(share * (sum(c.backward.work_s for c in costs) - added_s), read_s) + added_s
-        backward = PhaseCost(
-            work, share * sum(c.backward.moved_s for c in costs), sum(c.backward.fixed_s for c in costs)
-        ).time_s(beside)
-        return forward, backward + (forward if remat else 0.0)
-
     def _outline(
-        self, stages: int, part: Cluster, mesh: MeshShape, costs: Sequence[UnitCost], count: int, remat: bool
+        self, stages: int, part: Cluster, mesh: MeshShape, table: UnitTable, count: int, remat: bool
     ) -> Outline | None:
         units, share = self._units, self._units.split.count / count
         if share < 1 and dict(mesh).get("data", 1) > max(units.batch // count, 1):
@@ -401,24 +365,23 @@ class PipelineSearch:
             rate, latency = link.bytes_per_s, link.latency_s
         cuts: tuple[int, ...] = ()
         if stages > 1:
-            key = (stages, id(costs), remat)
+            key = stages, table, remat
             if key not in self._cuts:
                 seconds = [0.0] * len(units.sent)
-                for begin, cost in zip(begins, costs, strict=True):
-                    seconds[begin] = sum(self._seconds([cost], 1.0, remat))
+                for k, begin in enumerate(begins):
+                    seconds[begin] = sum(table.seconds(k, k + 1, 1.0, remat))
                 sends = [2 * (latency + nbytes / part.size / rate) if nbytes else 0.0 for nbytes in units.sent]
-                self._cuts[key] = costs, balance(units.starts, seconds, sends, stages)
-            cuts = self._cuts[key][1]
+                self._cuts[key] = balance(units.starts, seconds, sends, stages)
+            cuts = self._cuts[key]
         numbers = [begins.index(cut) for cut in cuts]
         travel = [2 * (latency + share * units.sent[cut] / part.size / rate) for cut in cuts]
         blocks: list[Block] = []
         peak = 0
-        for s, (i, j) in enumerate(zip((0, *numbers), (*numbers, len(costs)), strict=True)):
-            once = sum(cost.once_s for cost in costs[i:j])
-            blocks.append(Block(*self._seconds(costs[i:j], share, remat), once))
+        for s, (i, j) in enumerate(zip((0, *numbers), (*numbers, table.size), strict=True)):
+            blocks.append(Block(*table.seconds(i, j, share, remat), table.once_s(i, j)))
             if s < len(cuts):
                 blocks.append(Block(travel[s] / 2, travel[s] / 2))
-            peak = max(peak, _peak([cost.needs for cost in costs[i:j]], min(stages - s, count), share, remat))
+            peak = max(peak, table.peak(i, j, min(stages - s, count), share, remat))
         both = [block.forward_s + block.backward_s for block in blocks]
         total = sum(both) + (count - 1) * max(both) + max(block.all_reduce_s for block in blocks)
         dispatched = 2 * stages * count * DISPATCH_S / len(self._cluster.nodes) if stages > 1 else 0.0
@@ -452,17 +415,6 @@ def _spread(counts: Sequence[int]) -> list[int]:
         if not found or count >= 1.5 * found[-1]:
             found.append(count)
     return found
-
-
-def _peak(needs: Sequence[StageNeeds], held: int, share: float, remat: bool) -> int:
-    """Bytes of a stage of these units with so many microbatches held, each `share` of the table's."""
-    rest = sum(n.there + n.before for n in needs)
-    kept = share * (needs[0].arriving if remat else sum(n.kept for n in needs))
-    working = max(max(n.forward, n.backward) for n in needs)
-    if remat:
-        kept += share * sum(n.arriving for n in needs[1:])
-        working += max(n.kept for n in needs)
-    return int(rest + max(held * kept + share * working, max(n.after for n in needs)))
 
 
 def likely(one_mesh_s: float, graph: Graph, cluster: Cluster) -> bool:

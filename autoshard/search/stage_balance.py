@@ -167,19 +167,17 @@ def _least_largest(
     ends = np.array([0, *points, len(seconds)])
     prefix = np.concatenate([[0.0], np.cumsum(seconds)])[ends]
     sent = np.array([0.0, *(sends[k] for k in points), 0.0])
+    work = prefix[:, None] - prefix[None, :]  # of a stage that ends at the row's boundary and begins at the column's
+    mine = work + sent[:, None] + sent[None, :] if together else np.maximum(work, sent[None, :])
+    mine[np.triu_indices(len(ends))] = np.inf
     best = np.full(len(ends), np.inf)
     best[0] = 0.0
     before: list[list[int]] = []  # by number of stages: where the last one begins
     for _ in range(stages):
-        found, begin = np.full(len(ends), np.inf), [-1] * len(ends)
-        for j in range(1, len(ends)):
-            work = prefix[j] - prefix[:j]
-            mine = work + sent[:j] + sent[j] if together else np.maximum(work, sent[:j])
-            largest = np.maximum(best[:j], mine)
-            begin[j] = int(largest.argmin())
-            found[j] = largest[begin[j]]
-        best = found
-        before.append(begin)
+        largest = np.maximum(best[None, :], mine)
+        begin = largest.argmin(axis=1)
+        best = largest[np.arange(len(ends)), begin]
+        before.append([int(k) for k in begin])
     cuts: list[int] = []
     j = len(ends) - 1
     for level in range(stages, 0, -1):

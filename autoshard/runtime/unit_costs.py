@@ -1,6 +1,6 @@
 """What a run of units takes as a stage, from what each unit takes: sums over units, worked out once for a table.
 
-With s a microbatch over the table's, and of each unit  w work,  m collectives of examples,  g of weights and gradients:
+s is a microbatch over the table's; each unit takes  w work,  m collectives of examples,  g of weights and gradients:
 
     gpu   max(s sum w, s sum m + sum g)        one unit moves its weights or gradients while another computes
     cpu   s sum w + sum g

@@ -17,7 +17,7 @@ from typing import final
 import numpy as np
 
 from autoshard.runtime.stage_costs import PhaseCost, StageNeeds
-from autoshard.search.problem import Floats
+from autoshard.search import Floats
 
 ACCUMULATION = 3
 """How often an accumulator's bytes move for a microbatch: two reads and a write."""

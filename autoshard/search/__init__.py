@@ -15,6 +15,7 @@ from .ops import OpKind as OpKind
 from .planner import make_plan as make_plan
 from .planner import prepare as prepare
 from .pricing import step_compute as step_compute
+from .problem import Floats as Floats
 from .problem import Problem as Problem
 from .problem import Progress as Progress
 from .problem import Result as Result

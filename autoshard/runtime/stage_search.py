@@ -38,6 +38,9 @@ DISPATCH_S = 150e-6
 MOST_MICROBATCHES = 16
 """Microbatches for each stage at most; then stages are idle for 6 % of the time. Ours."""
 
+UNIT_BUDGET_S = 1.0
+"""Seconds that the search of a unit may take where message passing proves nothing. Ours, for plan time."""
+
 REFINED = 3
 """Numbers of stages for which all kinds of units are looked at. Ours, for plan time."""
 
@@ -295,7 +298,7 @@ class PipelineSearch:
                 mesh,
                 pins={},
                 memory_limit=2**60,
-                budget_s=None,
+                budget_s=UNIT_BUDGET_S,
                 seed=self._seed,
                 suggest=False,
                 on_schedule=timer,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import final
 
 from autoshard.costmodel import Sharding, find_buffers, materialized, peak_memory
-from autoshard.ir import Equation, Graph, Spec, Value, local_bytes, replicated
+from autoshard.ir import Equation, Graph, Spec, StepInfo, Value, local_bytes, replicated
 from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, body_phases, stage_programs
 from autoshard.plan import Memory, Plan
 from autoshard.search import OpKind
@@ -174,13 +174,14 @@ class StageNeeds:
         return Memory(self.state, rest, self.outputs, max(temporary, 0))
 
 
-def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> StageNeeds:
+def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kind: str) -> StageNeeds:
     """What a stage needs under a plan.
 
     Args:
       graph: the stage's prepared graph.
       plan: made for it.
       stage: its parts.
+      info: which of the graph's inputs are state, and given away.
       kind: of the devices.
     """
     sizes = dict(plan.mesh)
@@ -202,6 +203,9 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
     backward_reads = {v for p in made.programs if p.phase[0] is Part.BACKWARD for v in p.graph.inputs}
     forward_makes = {v for p in made.programs if p.phase[0] is Part.FORWARD for v in p.results}
     kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
+    given_away = set(info.donated)
+    renewed = {graph.inputs[i]: made.outputs[o] for i, o in info.pairs if i in given_away}
+    last_read = {v: p.phase for p in made.programs for v in p.graph.inputs}
     before, before_peak, arriving = 0, 0, 0
     most: dict[Part, int] = defaultdict(int)
     for program in made.programs:
@@ -209,7 +213,8 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
             (i, o)
             for o, v in enumerate(program.results)
             for i, u in enumerate(program.graph.inputs)
-            if made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v)
+            if (made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v))
+            or (renewed.get(u) is v and last_read[u] == program.phase)
         ]
         written = materialized(program.graph).__contains__ if kind == "gpu" else None
         own = peak_memory(find_buffers(program.graph, same, kind, sharding, written))

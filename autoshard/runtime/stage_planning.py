@@ -230,6 +230,7 @@ def plan_stages(
                 stage,
                 graph,
                 step.partial,
+                names,
                 held[stage.stage],
                 split.count,
                 options.memory_limit or mine.memory_bytes,
@@ -286,6 +287,7 @@ def _plan_stage(
     stage: StageGraph,
     graph: Graph,
     partial: frozenset[Value],
+    info: StepInfo,
     held: int,
     count: int,
     limit: int,
@@ -312,7 +314,7 @@ def _plan_stage(
             allowed *= 2
             continue
         plan = dataclasses.replace(plan, memory_limit=limit)
-        needs = stage_needs(graph, plan, stage, kind)
+        needs = stage_needs(graph, plan, stage, info, kind)
         peak = needs.peak(held)
         if closest is not None and peak >= closest.needs.peak(held):
             break  # nothing else was found

@@ -291,9 +291,10 @@ class PipelineSearch:
         step = self._units.stages.cut.step
         timer = PhaseTimer(unit, graph, step.partial, step.count, overlaps(device), {})
         try:
+            names = stage_info(unit, self._units.stages, self._info)
             plan = self._search(
                 graph,
-                stage_info(unit, self._units.stages, self._info),
+                names,
                 part,
                 mesh,
                 pins={},
@@ -315,7 +316,7 @@ class PipelineSearch:
             costs[phase] = costs.get(phase, NOTHING) + cost
         once = sum(took for (phase, _), took in timer.times.items() if phase in (Part.BEFORE, Part.AFTER))
         forward, backward = costs.get(Part.FORWARD, NOTHING), costs.get(Part.BACKWARD, NOTHING)
-        return UnitCost(forward, backward, once, stage_needs(graph, plan, unit, device))
+        return UnitCost(forward, backward, once, stage_needs(graph, plan, unit, names, device))
 
     def _byte_s(self, part: Cluster) -> float:
         """Seconds for which a device receives a byte of what the unit before has made, here or on other devices."""

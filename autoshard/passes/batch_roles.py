@@ -168,7 +168,7 @@ class _Propagation:
             found = self._equation(equation, part)
             if not self._has_its_part(equation, part, found):
                 self.roles.generated.discard(equation)
-                found = self._couple(equation, "with fewer examples it makes other shapes than parts of its results")
+                found = self._couple(equation, "it sorts fewer examples into other groups")
             self.roles.of.update(zip(equation.outputs, found, strict=True))
 
     def _has_its_part(self, equation: Apply, part: Any, results: Sequence[Role]) -> bool:

@@ -10,6 +10,7 @@ Programs run one after the other, so a stage holds, beside what the running prog
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import final
 
@@ -140,7 +141,9 @@ class StageNeeds:
         return Memory(self.state, rest, self.outputs, max(temporary, 0))
 
 
-def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> StageNeeds:
+def stage_needs(
+    graph: Graph, plan: Plan, stage: StageGraph, kind: str, own: Sequence[Memory] | None = None
+) -> StageNeeds:
     """What a stage needs under a plan.
 
     Args:
@@ -148,17 +151,15 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
       plan: made for it.
       stage: its parts.
       kind: of the devices.
+      own: of each program, what is known of it better than `program_memory` estimates it.
     """
+    own = program_memory(graph, plan, stage, kind) if own is None else own
     sizes = dict(plan.mesh)
     decisions = plan.decisions(graph)
 
     def size(value: Value) -> int:
         return local_bytes(value.aval, decisions.values.get(value, replicated(len(value.shape))), sizes)
 
-    def way(value: Value, source: Spec, target: Spec) -> tuple[Spec, ...]:
-        return decisions.detours.get((value.shape, source, target), (target,))
-
-    sharding = Sharding(sizes, decisions.values, decisions.operands, {}, {}, way)
     made = stage_programs(stage, graph)
     rows, sent = len(stage.loop_arrivals), len(stage.loop_departures)
     given = [local_bytes(v.aval, s, sizes) for v, s in zip(graph.inputs, plan.input_specs, strict=True)]
@@ -170,25 +171,17 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
     kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
     before, before_peak, arriving = 0, 0, 0
     most: dict[Part, int] = defaultdict(int)
-    for program in made.programs:
-        same = [
-            (i, o)
-            for o, v in enumerate(program.results)
-            for i, u in enumerate(program.graph.inputs)
-            if made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v)
-        ]
-        written = materialized(program.graph).__contains__ if kind == "gpu" else None
-        own = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
+    for program, needs in zip(made.programs, own, strict=True):
         part = program.phase[0]
         come = 0
         if part is Part.BEFORE:
             before += sum(size(v) for v in program.results)
-            before_peak = max(before_peak, before + own.temporary_bytes)
+            before_peak = max(before_peak, before + needs.temporary_bytes)
         elif part is not Part.AFTER:
             made_here = forward_makes if part is Part.BACKWARD else frozenset[Value]()
             come = sum(size(v) for v in program.graph.inputs if v in arrivals and v not in made_here)
             arriving += come if part is Part.FORWARD else 0
-        most[part] = max(most[part], come + own.outputs_bytes + own.temporary_bytes)
+        most[part] = max(most[part], come + needs.outputs_bytes + needs.temporary_bytes)
     state = plan.memory.state_bytes
     outputs = max(sum(results[: len(results) - sent]) - state, 0)
     return StageNeeds(
@@ -205,3 +198,33 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
         most[Part.BACKWARD],
         most[Part.AFTER],
     )
+
+
+def program_memory(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> tuple[Memory, ...]:
+    """What each program of a stage needs by itself: all it reads counts as inputs.
+
+    Args:
+      graph: the stage's prepared graph.
+      plan: made for it.
+      stage: its parts.
+      kind: of the devices.
+    """
+    decisions = plan.decisions(graph)
+
+    def way(value: Value, source: Spec, target: Spec) -> tuple[Spec, ...]:
+        return decisions.detours.get((value.shape, source, target), (target,))
+
+    sharding = Sharding(dict(plan.mesh), decisions.values, decisions.operands, {}, {}, way)
+    made = stage_programs(stage, graph)
+    found: list[Memory] = []
+    for program in made.programs:
+        same = [
+            (i, o)
+            for o, v in enumerate(program.results)
+            for i, u in enumerate(program.graph.inputs)
+            if made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v)
+        ]
+        written = materialized(program.graph).__contains__ if kind == "gpu" else None
+        needs = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
+        found.append(Memory(0, needs.inputs_bytes, needs.outputs_bytes, needs.temporary_bytes))
+    return tuple(found)

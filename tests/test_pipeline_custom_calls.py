@@ -168,7 +168,7 @@ KNOWN = attention_by(in_parts(False), in_parts(True))
 
 
 def agrees(step: Any, **options: Any) -> None:
-    mine = autoshard(step, devices=eager_cluster(), donate_argnums=(), **options)
+    mine: Any = autoshard(step, devices=eager_cluster(), donate_argnums=(), **options)
     jitted: Any = jax.jit(step)
     state, batch = make_state(), examples()
     found, plain = jax.device_get(mine(state, batch)), jax.device_get(jitted(state, batch))

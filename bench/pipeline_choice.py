@@ -1,6 +1,6 @@
 """What is chosen, with or without stages, beside the plain choices: data parallel, ZeRO-3, Megatron, GPipe, 1F1B.
 
-    python -m bench.pipeline_choice [--models vgg19,gpt2,bert48,xlnet36] [--clusters a,b,c] [--json FILE]
+    python -m bench.pipeline_choice [--models vgg19,gnmt16,gpt2,bert48,xlnet36] [--clusters a,b,c] [--json FILE]
     python -m bench.pipeline_choice --time            how long choosing takes for Llama-2-7B's and GPT-3 175B's shape
 
 Clusters are those of DAPPLE (Fan et al., PPoPP 2021, section 6.1): A, two servers of 8 V100 at 25 Gbit/s a server; B
@@ -33,12 +33,14 @@ from autoshard.cluster import Cluster, Link, Node, resolve_cluster
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
 from bench.gpt import GPT2, GPT3, Size, make_step
+from bench.translation import GNMT16, make_translation_step
 from bench.vision import vgg19
 
 LLAMA_7B = Size(32, 4096, 32, vocabulary=32000, context=2048)
 
 MODELS: dict[str, Callable[[], tuple[Callable[..., Any], Any, Any]]] = {
     "vgg19": lambda: vgg19(2048, jnp.float32),
+    "gnmt16": lambda: make_translation_step(GNMT16, 1024),
     "gpt2": lambda: make_step(GPT2, 64, dtype=jnp.float32),
     "bert48": lambda: make_step(Size(48, 1024, 16, 30522, 512), 64, dtype=jnp.float32),
     "xlnet36": lambda: make_step(Size(36, 1024, 16, 32000, 512), 128, dtype=jnp.float32),

@@ -185,7 +185,7 @@ def test_programs_are_compiled_once() -> None:
 
 
 def test_tied_weights_meet_once_a_step() -> None:
-    """The sums of a tied weight's gradients, made on two stages, are no part of what microbatches send."""
+    """alpa#859: the sums of a tied weight's gradients, made on two stages, are no part of what microbatches send."""
 
     def step(state: Any, batch: Any) -> Any:
         def loss(state: Any) -> Any:

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from autoshard import autoshard
+from autoshard.cluster import Cluster, Link, Node
 from autoshard.errors import MicrobatchError
 from autoshard.passes import Part
 from autoshard.runtime.compiled import Planned
@@ -171,3 +172,69 @@ def test_effects_happen_once_a_step() -> None:
     assert sorted(v.shape for v in seen) == [(), (16, 16), (24, 16)]
     for found, wanted in zip(sorted(seen, key=np.size), (value, weights[3], batch), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def nodes_of_two(bytes_per_s: float) -> Cluster:
+    """Four nodes of two devices, with a network of this speed between them."""
+    node = eager_cluster(2).nodes[0]
+    return Cluster("four nodes", (Node(node.device, 2, node.link),) * 4, Link(bytes_per_s, 1e-6))
+
+
+def test_a_stage_over_several_nodes() -> None:
+    """alpa#953: two stages of two nodes each run, and what a stage sends inside itself is costed over the network."""
+    weights, batch = layers(), examples()
+    slow = autoshard(plain_step, stages=2, microbatches=4, mesh=(4,), devices=nodes_of_two(1e4), donate_argnums=())
+    jitted: Any = jax.jit(plain_step)
+    gaps = distances(jax.device_get(slow(weights, batch)), jax.device_get(jitted(weights, batch)))
+    assert max(gap for _, gap in gaps) < 1e-5
+    pins = {"weights/**": jax.sharding.PartitionSpec(), "batch": jax.sharding.PartitionSpec("data")}
+    options: Any = {"stages": 2, "microbatches": 4, "mesh": {"data": 4}, "pins": pins}
+    times = [
+        autoshard(plain_step, devices=nodes_of_two(speed), **options).plan(weights, batch).time_s
+        for speed in (1e4, 1e9)
+    ]
+    crossing = (
+        sum(w.nbytes for w in weights) / 2 / 2
+    )  # gradients of one of two stages, by two devices of a node at once
+    assert times[0] - times[1] > crossing / 1e4
+
+
+def test_a_sum_stays_a_sum_and_a_second_plan() -> None:
+    """alpa#268: a sum-reduced loss is not averaged over microbatches; alpa#776: planned twice in a process."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(lambda w, x: loss_of(w, x) * x.size)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients), value
+
+    for _ in range(2):
+        agrees(step, layers(), examples(), microbatches=4, mesh=(4,))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_dropout_masks_agree(remat: bool) -> None:
+    """jax#17982 and #21046: one mask in the forward pass, when it is computed again, and in the backward pass."""
+
+    def layer(h: Any, w: Any, key: Any) -> Any:
+        kept = jax.random.bernoulli(key, 0.7, h.shape)
+        return jnp.where(kept, jnp.tanh(h @ w) / 0.7, 0.0)
+
+    def step(state: Any, batch: Any) -> Any:
+        weights, key = state
+        keys = jax.random.split(key, len(weights) + 1)
+
+        def loss(weights: Any) -> Any:
+            h = batch
+            for w, each in zip(weights, keys[1:], strict=True):
+                h = (jax.checkpoint(layer) if remat else layer)(h, w, each)
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return (jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), keys[0]), value
+
+    mine = autoshard(step, stages=2, microbatches=4, mesh=(4,), devices=eager_cluster(), donate_argnums=())
+    jitted: Any = jax.jit(step)
+    state, batch = (layers(), jax.random.key(3)), examples()
+    (found, key), value = mine(state, batch)
+    (plain, wanted), loss = jitted(state, batch)
+    assert max(gap for _, gap in distances(jax.device_get((found, value)), jax.device_get((plain, loss)))) < 1e-5
+    assert jax.random.key_data(key).tolist() == jax.random.key_data(wanted).tolist()

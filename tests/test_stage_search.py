@@ -144,3 +144,18 @@ def test_never_slower_than_one_mesh_or_equal_stages(nodes: int, devices: int, by
             autoshard(step, devices=cluster, stages=stages, schedule=name).plan(*args) for name in ("gpipe", "1f1b")
         ]
     assert chosen.time_s <= 1.001 * min(plan.time_s for plan in plain)
+
+
+@pytest.mark.deviceless
+@pytest.mark.full
+def test_estimates_of_programs_beside_xla() -> None:
+    """The estimated bytes of every program are within a third of XLA's; programs that are alike are compiled once."""
+    options: Any = {"stages": 4, "microbatches": 4, "mesh": (1,)}
+    made = autoshard(step, devices="h100x4", **options).plan(weights(8, 1024), examples(512, 1024))
+    reports = made.compile()
+    for each in reports:
+        memory = each.report.memory
+        found = memory.arguments + memory.outputs - memory.aliased + memory.temporaries
+        assert 2 / 3 * found - 1e5 <= each.estimate.peak_bytes <= 4 / 3 * found + 1e5, each.program
+    second, third = ({r.program: r.report for r in reports if r.stage == k} for k in (1, 2))
+    assert all(third[name] is report for name, report in second.items())

@@ -23,6 +23,9 @@ import jax.numpy as jnp
 from autoshard import jax_compat
 from autoshard.ir import Apply, Atom, FactorKind, FactorRule, Graph, Literal, Value, factor_rule
 
+ALL_AT_ONCE = "it needs all examples at once"
+"""A reason: of calls that cannot be looked into, unless a factor rule says otherwise."""
+
 REDUCERS = ("add", "max", "min", "mul", "and", "or")
 
 
@@ -163,7 +166,25 @@ class _Propagation:
         for equation, part in zip(graph.equations, small.equations, strict=True):
             assert isinstance(equation, Apply), "roles are found before shardings"
             found = self._equation(equation, part)
+            if not self._has_its_part(equation, part, found):
+                self.roles.generated.discard(equation)
+                found = self._couple(equation, "it sorts fewer examples into other groups")
             self.roles.of.update(zip(equation.outputs, found, strict=True))
+
+    def _has_its_part(self, equation: Apply, part: Any, results: Sequence[Role]) -> bool:
+        """Whether the smaller program has the parts that the roles speak of.
+
+        A program with a fixed number of groups, `x.reshape(-1, 4, ...)`, has other groups when it has fewer examples.
+        """
+        for k, (atom, smaller) in enumerate(zip(equation.inputs, part.inputs, strict=True)):
+            axis = self.roles.slices.get((equation, k))
+            if axis is not None and smaller.shape != _part_shape(atom.shape, Batched(axis), self.count):
+                return False
+        return all(
+            smaller.shape == _part_shape(value.shape, role, self.count)
+            for value, smaller, role in zip(equation.outputs, part.outputs, results, strict=True)
+            if isinstance(role, Batched | Partial)
+        )
 
     def _equation(self, equation: Apply, part: Any) -> Sequence[Role]:
         roles = [self.roles.role(atom) for atom in equation.inputs]
@@ -277,6 +298,14 @@ class _Propagation:
         return results
 
 
+def _part_shape(shape: tuple[int, ...], role: Role, count: int) -> tuple[int, ...]:
+    """What a microbatch has of a value."""
+    if not isinstance(role, Batched):
+        return shape
+    d = role.axis.dim
+    return (*shape[:d], shape[d] // count, *shape[d + 1 :])
+
+
 def _either(a: Role, b: Role) -> Role:
     """The role of a result that is one or the other; complete where there is none."""
     if a == b or (b == ZERO and not isinstance(a, Complete)):
@@ -375,14 +404,16 @@ def split_equation(
         found = _locate(rule, dims, role.axis, count)
         if found is None:
             return "it takes the examples apart in another way"
+        if rule.kinds[found[0]] is FactorKind.NEED_REPLICATION:
+            return ALL_AT_ONCE
         if place is not None and found != place:
             return "it combines examples with each other"
         place = found
     assert place is not None, "there is a batched operand"
     factor, within = place
     kind = rule.kinds[factor]
-    if kind in (FactorKind.PERMUTATION, FactorKind.NEED_REPLICATION):
-        return "it moves or orders examples" if kind is FactorKind.PERMUTATION else "it needs all examples at once"
+    if kind is FactorKind.PERMUTATION:
+        return "it moves or orders examples"
     slices: dict[int, Axis] = {}
     for k, (dims, role) in enumerate(zip(rule.operands, roles, strict=True)):
         axis = _axis(rule, dims, factor, within)

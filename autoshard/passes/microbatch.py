@@ -25,11 +25,13 @@ from autoshard import jax_compat
 from autoshard.costmodel import equation_work
 from autoshard.errors import MicrobatchError, explain
 from autoshard.ir import Apply, Atom, Graph, Literal, Value, bind_equation, trace, trip_count
-from autoshard.passes.batch_roles import Axis, Batched, Coupling, Partial, Role, Roles, Whole, batch_roles
+from autoshard.passes.batch_roles import ALL_AT_ONCE, Axis, Batched, Coupling, Partial, Role, Roles, Whole, batch_roles
 
 MOST_AFTER = 0.1
 """Part of the work on examples that may be left for after the microbatches: a metric, not a layer. Ours."""
 
+
+FOREIGN = "; give a call into other code that treats them apart a factor rule that says so (docs/factor-rules.md)"
 
 SIZES = frozenset({"length", "size", "axis_size", "dimension", "feature_group_count", "batch_group_count"})
 """Parameters of one whole number that say how large something is; tuples of them (shapes, limits) all do."""
@@ -209,7 +211,8 @@ def _check_after(graph: Graph, small: Graph, parts: _Parts, roles: Roles, count:
                 f"{first.equation.name} at {jax_compat.source_line(first.equation.place.source)} couples the examples "
                 f"of different microbatches: {first.reason}",
                 f"a step whose {count} microbatches are computed apart but for sums of their gradients and metrics",
-                "use microbatches=1, or a layer that treats examples apart (a group or layer norm for a batch norm)",
+                "use microbatches=1, or a layer that treats examples apart (a group or layer norm for a batch norm)"
+                + (FOREIGN if first.reason == ALL_AT_ONCE else ""),
             )
         )
 

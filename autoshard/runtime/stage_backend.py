@@ -11,7 +11,8 @@ Every value that goes from one program to another has one sharding, that of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,15 +26,16 @@ from autoshard.cluster import Cluster
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Graph, Reshard, Spec, StepInfo, Value, evaluate, partition_spec, replicated
 from autoshard.passes import Part, StageGraph, StagePrograms, stage_programs
-from autoshard.plan import PipelinePlan, Plan
+from autoshard.plan import Memory, PipelinePlan, Plan, fingerprint
 from autoshard.runtime.arguments import NewSignature
 from autoshard.runtime.compile_report import CompiledReport
 from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
-from autoshard.runtime.deviceless import CompileTarget, compile_deviceless
+from autoshard.runtime.deviceless import CompileTarget, compile_deviceless, deviceless_mesh
 from autoshard.runtime.pipeline import Pair, Pipeline
 from autoshard.runtime.pjit import auto_mesh, constrained
 from autoshard.runtime.processes import is_here, nothing_of, put, spans_processes
-from autoshard.runtime.stage_planning import Staged
+from autoshard.runtime.stage_costs import program_memory
+from autoshard.runtime.stage_planning import Staged, stage_info
 from autoshard.runtime.transfer import Transfer, one_at_a_time
 from autoshard.runtime.watch import Watch, watch
 from autoshard.schedules import StageTimes
@@ -64,11 +66,13 @@ class StageReport:
       stage: its number.
       program: "before 0", "forward 0", "backward 0", "after 0", ...
       report: memory, kernels, collectives.
+      estimate: of its memory; state counts as inputs.
     """
 
     stage: int
     program: str
     report: CompiledReport
+    estimate: Memory
 
 
 @final
@@ -160,6 +164,22 @@ class StageBackend:
             return jax.block_until_ready(jitted(*jax.block_until_ready(args)))
 
         return in_turn
+
+    def lowerable(self, stage: int, number: int, _mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+        """A program, jitted over the stage's own mesh, and its arguments without values."""
+        self.program(stage, number)
+        values = self.programs[stage].programs[number].graph.inputs
+        args = [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.place_of(stage, v), weak_type=bool(v.aval.weak_type))
+            for v in values
+        ]
+        return self.jitted[stage, number], tuple(args)
+
+    def likeness(self, stage: int, number: int) -> Hashable:
+        """Equal for programs that compile to the same."""
+        made = self.programs[stage].programs[number]
+        specs = tuple(self.place_of(stage, v).spec for v in (*made.graph.inputs, *made.results))
+        return fingerprint(made.graph), specs, self._given(stage, number) if self._donates else ()
 
     def _given(self, stage: int, number: int) -> tuple[int, ...]:
         """Operands whose buffers a program may reuse: accumulators, and state where its new value is made."""
@@ -336,7 +356,7 @@ def compile_stages(
     target: CompileTarget | None,
     **options: Any,
 ) -> tuple[StageReport, ...]:
-    """Compiles every program of a pipeline for GPUs that need not be there.
+    """Compiles every program of a pipeline for GPUs that need not be there, those that are alike once.
 
     Args:
       staged: its stages.
@@ -349,27 +369,22 @@ def compile_stages(
     pipeline = plan.pipeline
     assert pipeline is not None, "a pipeline has stages"
     found: list[StageReport] = []
+    known: dict[Hashable, CompiledReport] = {}
     for stage, (graph, part) in enumerate(zip(staged.stages.graphs, pipeline.stages, strict=True)):
         first = pipeline.placement[stage] * pipeline.devices
-        where = cluster.part(first, pipeline.devices) if target is None else target
-        phases = [p.phase for p in stage_programs(graph, constrained(staged.graphs[stage], part)).programs]
-        for number, phase in enumerate(phases):
-
-            def build(mesh: jax.sharding.Mesh, stage: int = stage, number: int = number) -> tuple[Any, tuple[Any, ...]]:
-                meshes = [mesh] * len(pipeline.stages)
-                backend = StageBackend(staged, pipeline, meshes, info.donated, info.pairs, "step", only=stage)
-                jitted = backend.program(stage, number)
-                values = backend.programs[stage].programs[number].graph.inputs
-                args = [
-                    jax.ShapeDtypeStruct(
-                        v.shape, v.dtype, sharding=backend.place_of(stage, v), weak_type=bool(v.aval.weak_type)
-                    )
-                    for v in values
-                ]
-                return jitted, tuple(args)
-
-            report = compile_deviceless(build, where, part.mesh, **options)
-            found.append(StageReport(stage, f"{PHASE_NAMES[phase[0]]} {phase[1]}", report))
+        mine = cluster.part(first, pipeline.devices)
+        where = mine if target is None else target
+        meshes = [deviceless_mesh(where, part.mesh)] * len(pipeline.stages)
+        backend = StageBackend(staged, pipeline, meshes, info.donated, info.pairs, "step", only=stage)
+        names = stage_info(graph, staged.stages, info)
+        estimates = program_memory(staged.graphs[stage], part, graph, names, mine.device(0).kind)
+        for number, (made, estimate) in enumerate(zip(backend.programs[stage].programs, estimates, strict=True)):
+            key = (backend.likeness(stage, number), part.mesh, (mine.nodes, mine.wires) if target is None else None)
+            if key not in known:
+                build = functools.partial(backend.lowerable, stage, number)
+                known[key] = compile_deviceless(build, where, part.mesh, **options)
+            name = f"{PHASE_NAMES[made.phase[0]]} {made.phase[1]}"
+            found.append(StageReport(stage, name, known[key], estimate))
     return tuple(found)
 
 

@@ -10,12 +10,23 @@ Programs run one after the other, so a stage holds, beside what the running prog
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import final
 
 from autoshard.costmodel import Sharding, find_buffers, materialized, peak_memory
 from autoshard.ir import Equation, Graph, Spec, StepInfo, Value, local_bytes, replicated
-from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, body_phases, stage_programs
+from autoshard.passes import (
+    BACKWARD,
+    FORWARD,
+    Part,
+    Phase,
+    StageGraph,
+    StageProgram,
+    StagePrograms,
+    body_phases,
+    stage_programs,
+)
 from autoshard.plan import Memory, Plan
 from autoshard.search import OpKind
 from autoshard.search import Schedule as StepSchedule
@@ -137,7 +148,8 @@ class StageNeeds:
       kept: of a microbatch from its forward to its backward pass.
       arriving: of a microbatch, what the forward pass takes of other stages.
       read: of weights by every microbatch; added: of accumulators.
-      forward, backward, after: most that such a program makes, takes from other stages and needs for itself.
+      forward, backward, after: most that such a program makes, takes from other stages and needs for itself; `after`
+        with what the programs before it after the loop made.
     """
 
     state: int
@@ -190,10 +202,6 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kin
     def size(value: Value) -> int:
         return local_bytes(value.aval, decisions.values.get(value, replicated(len(value.shape))), sizes)
 
-    def way(value: Value, source: Spec, target: Spec) -> tuple[Spec, ...]:
-        return decisions.detours.get((value.shape, source, target), (target,))
-
-    sharding = Sharding(sizes, decisions.values, decisions.operands, {}, {}, way)
     made = stage_programs(stage, graph)
     rows, sent = len(stage.loop_arrivals), len(stage.loop_departures)
     given = [local_bytes(v.aval, s, sizes) for v, s in zip(graph.inputs, plan.input_specs, strict=True)]
@@ -203,31 +211,21 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kin
     backward_reads = {v for p in made.programs if p.phase[0] is Part.BACKWARD for v in p.graph.inputs}
     forward_makes = {v for p in made.programs if p.phase[0] is Part.FORWARD for v in p.results}
     kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
-    given_away = set(info.donated)
-    renewed = {graph.inputs[i]: made.outputs[o] for i, o in info.pairs if i in given_away}
-    last_read = {v: p.phase for p in made.programs for v in p.graph.inputs}
-    before, before_peak, arriving = 0, 0, 0
+    before, before_peak, arriving, after = 0, 0, 0, 0
     most: dict[Part, int] = defaultdict(int)
-    for program in made.programs:
-        same = [
-            (i, o)
-            for o, v in enumerate(program.results)
-            for i, u in enumerate(program.graph.inputs)
-            if (made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v))
-            or (renewed.get(u) is v and last_read[u] == program.phase)
-        ]
-        written = materialized(program.graph).__contains__ if kind == "gpu" else None
-        own = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
+    for program, needs in zip(made.programs, _memory(made, graph, plan, info, kind), strict=True):
         part = program.phase[0]
         come = 0
         if part is Part.BEFORE:
             before += sum(size(v) for v in program.results)
-            before_peak = max(before_peak, before + own.temporary_bytes)
+            before_peak = max(before_peak, before + needs.temporary_bytes)
         elif part is not Part.AFTER:
             made_here = forward_makes if part is Part.BACKWARD else frozenset[Value]()
             come = sum(size(v) for v in program.graph.inputs if v in arrivals and v not in made_here)
             arriving += come if part is Part.FORWARD else 0
-        most[part] = max(most[part], come + own.outputs_bytes + own.temporary_bytes)
+        mine = come + needs.outputs_bytes + needs.temporary_bytes
+        most[part] = max(most[part], mine + (after if part is Part.AFTER else 0))
+        after += needs.outputs_bytes if part is Part.AFTER else 0
     state = plan.memory.state_bytes
     outputs = max(sum(results[: len(results) - sent]) - state, 0)
     return StageNeeds(
@@ -244,3 +242,46 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kin
         most[Part.BACKWARD],
         most[Part.AFTER],
     )
+
+
+def program_memory(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kind: str) -> tuple[Memory, ...]:
+    """What each program of a stage needs by itself: all it reads counts as inputs.
+
+    Args:
+      graph: the stage's prepared graph.
+      plan: made for it.
+      stage: its parts.
+      info: which of the graph's inputs are state, and given away.
+      kind: of the devices.
+    """
+    return tuple(_memory(stage_programs(stage, graph), graph, plan, info, kind))
+
+
+def _memory(made: StagePrograms, graph: Graph, plan: Plan, info: StepInfo, kind: str) -> Iterator[Memory]:
+    decisions = plan.decisions(graph)
+
+    def way(value: Value, source: Spec, target: Spec) -> tuple[Spec, ...]:
+        return decisions.detours.get((value.shape, source, target), (target,))
+
+    sharding = Sharding(dict(plan.mesh), decisions.values, decisions.operands, {}, {}, way)
+    for program in made.programs:
+        same = _reused(made, program, graph, info)
+        written = materialized(program.graph).__contains__ if kind == "gpu" else None
+        needs = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
+        yield Memory(0, needs.inputs_bytes, needs.outputs_bytes, needs.temporary_bytes)
+
+
+def _reused(made: StagePrograms, program: StageProgram, graph: Graph, info: StepInfo) -> list[tuple[int, int]]:
+    """(operand, result) of a program that share a buffer: accumulators, and state that nobody reads afterwards."""
+    given = set(info.donated)
+    state = {graph.inputs[i]: made.outputs[o] for i, o in info.pairs if i in given}
+    later = {v for p in made.programs if p.phase > program.phase for v in p.graph.inputs}
+    found: list[tuple[int, int]] = []
+    for i, value in enumerate(program.graph.inputs):
+        outer = made.outside.get(value)
+        for o, result in enumerate(program.results):
+            accumulates = outer is not None and outer == made.outside.get(result)
+            updates = program.phase[0] in (Part.BEFORE, Part.AFTER) and value not in later
+            if accumulates or (updates and state.get(value) is result):
+                found.append((i, o))
+    return found

@@ -147,7 +147,7 @@ def main() -> int:
     console.print(table_of(rows))
     errors = [abs(row["measured_s"] / row["predicted_s"] - 1) for row in rows]
     console.print(
-        f"{len(rows)} pipelines; measured / predicted: {np.mean(errors):.1%} off on average, {max(errors):.1%} at most; "
+        f"{len(rows)} pipelines, off by {np.mean(errors):.1%} on average, {max(errors):.1%} at most; "
         f"load before {load:.1f}; files in {folder.name}"
     )
     if options.json is not None:

@@ -14,8 +14,18 @@ from dataclasses import dataclass, field, fields
 from typing import final
 
 from autoshard.costmodel import Sharding, find_buffers, materialized, peak_memory
-from autoshard.ir import Equation, Graph, Spec, Value, local_bytes, replicated
-from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, body_phases, stage_programs
+from autoshard.ir import Equation, Graph, Spec, StepInfo, Value, local_bytes, replicated
+from autoshard.passes import (
+    BACKWARD,
+    FORWARD,
+    Part,
+    Phase,
+    StageGraph,
+    StageProgram,
+    StagePrograms,
+    body_phases,
+    stage_programs,
+)
 from autoshard.plan import Memory, Plan
 from autoshard.search import OpKind
 from autoshard.search import Schedule as StepSchedule
@@ -103,7 +113,8 @@ class StageNeeds:
       kept: of a microbatch from its forward to its backward pass.
       arriving: of a microbatch, what the forward pass takes of other stages.
       read: of weights by every microbatch; added: of accumulators.
-      forward, backward, after: most that such a program makes, takes from other stages and needs for itself.
+      forward, backward, after: most that such a program makes, takes from other stages and needs for itself; `after`
+        with what the programs before it after the loop made.
     """
 
     state: int
@@ -140,7 +151,7 @@ class StageNeeds:
         return Memory(self.state, rest, self.outputs, max(temporary, 0))
 
 
-def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> StageNeeds:
+def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str, info: StepInfo) -> StageNeeds:
     """What a stage needs under a plan.
 
     Args:
@@ -148,6 +159,7 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
       plan: made for it.
       stage: its parts.
       kind: of the devices.
+      info: roles of the stage's inputs and outputs.
     """
     sizes = dict(plan.mesh)
     decisions = plan.decisions(graph)
@@ -168,15 +180,10 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
     backward_reads = {v for p in made.programs if p.phase[0] is Part.BACKWARD for v in p.graph.inputs}
     forward_makes = {v for p in made.programs if p.phase[0] is Part.FORWARD for v in p.results}
     kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
-    before, before_peak, arriving = 0, 0, 0
+    before, before_peak, arriving, after = 0, 0, 0, 0
     most: dict[Part, int] = defaultdict(int)
     for program in made.programs:
-        same = [
-            (i, o)
-            for o, v in enumerate(program.results)
-            for i, u in enumerate(program.graph.inputs)
-            if made.outside.get(u) is not None and made.outside.get(u) == made.outside.get(v)
-        ]
+        same = _reused(made, program, graph, info)
         written = materialized(program.graph).__contains__ if kind == "gpu" else None
         own = peak_memory(find_buffers(program.graph, same, kind, sharding, written))
         part = program.phase[0]
@@ -188,7 +195,9 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
             made_here = forward_makes if part is Part.BACKWARD else frozenset[Value]()
             come = sum(size(v) for v in program.graph.inputs if v in arrivals and v not in made_here)
             arriving += come if part is Part.FORWARD else 0
-        most[part] = max(most[part], come + own.outputs_bytes + own.temporary_bytes)
+        needs = come + own.outputs_bytes + own.temporary_bytes
+        most[part] = max(most[part], needs + (after if part is Part.AFTER else 0))
+        after += own.outputs_bytes if part is Part.AFTER else 0
     state = plan.memory.state_bytes
     outputs = max(sum(results[: len(results) - sent]) - state, 0)
     return StageNeeds(
@@ -205,3 +214,19 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, kind: str) -> Stage
         most[Part.BACKWARD],
         most[Part.AFTER],
     )
+
+
+def _reused(made: StagePrograms, program: StageProgram, graph: Graph, info: StepInfo) -> list[tuple[int, int]]:
+    """(operand, result) of a program that share a buffer: accumulators, and state that nobody reads afterwards."""
+    given = set(info.donated)
+    state = {graph.inputs[i]: made.outputs[o] for i, o in info.pairs if i in given}
+    later = {v for p in made.programs if p.phase > program.phase for v in p.graph.inputs}
+    found: list[tuple[int, int]] = []
+    for i, value in enumerate(program.graph.inputs):
+        outer = made.outside.get(value)
+        for o, result in enumerate(program.results):
+            accumulates = outer is not None and outer == made.outside.get(result)
+            updates = program.phase[0] in (Part.BEFORE, Part.AFTER) and value not in later
+            if accumulates or (updates and state.get(value) is result):
+                found.append((i, o))
+    return found

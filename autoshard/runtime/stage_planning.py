@@ -227,6 +227,7 @@ def plan_stages(
                 split.count,
                 options.memory_limit or mine.memory_bytes,
                 mine.device(0).kind,
+                names,
                 functools.partial(
                     search,
                     graph,
@@ -282,6 +283,7 @@ def _plan_stage(
     count: int,
     limit: int,
     kind: str,
+    info: StepInfo,
     search: Callable[..., Plan],
 ) -> PlannedStage:
     """A plan of a stage that fits while it runs.
@@ -304,7 +306,7 @@ def _plan_stage(
             allowed *= 2
             continue
         plan = dataclasses.replace(plan, memory_limit=limit)
-        needs = stage_needs(graph, plan, stage, kind)
+        needs = stage_needs(graph, plan, stage, kind, info)
         peak = needs.peak(held)
         if closest is None or peak < closest.needs.peak(held):
             closest = PlannedStage(plan, timer.times, timer.gathered, needs)

@@ -300,10 +300,11 @@ class PipelineSearch:
             self._graphs[number] = prepare(unit.graph)
         graph = self._graphs[number]
         timer = PhaseTimer(unit, graph, self._units.split.count, False, {})
+        names = stage_info(unit, self._units.stages, self._info)
         try:
             plan = self._search(
                 graph,
-                stage_info(unit, self._units.stages, self._info),
+                names,
                 part,
                 mesh,
                 pins={},
@@ -322,7 +323,7 @@ class PipelineSearch:
         seconds: dict[Part, float] = {}
         for (phase, _), took in timer.times.items():
             seconds[phase] = seconds.get(phase, 0.0) + took
-        needs = stage_needs(graph, plan, unit, part.device(0).kind)
+        needs = stage_needs(graph, plan, unit, part.device(0).kind, names)
         once = seconds.get(Part.BEFORE, 0.0) + seconds.get(Part.AFTER, 0.0)
         gathered = {part: took for (part, _), took in timer.gathered.items()}
         forward, backward = gathered.get(Part.FORWARD, 0.0), gathered.get(Part.BACKWARD, 0.0)

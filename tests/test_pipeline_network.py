@@ -1,4 +1,4 @@
-"""Pipelines over two processes of a core each: calibrated, planned, run. Figures: `python -m bench.pipeline_network`."""
+"""Pipelines over two processes of a core each, calibrated and planned. Figures: `python -m bench.pipeline_network`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Exchange:
             while (found := look()) is None:
                 if self._failed is not None:
                     raise ConnectionError(f"a message between processes failed: {self._failed}") from self._failed
-                if not self._state.wait(LOOK_S):
+                if not self._state.wait(LOOK_S) and self._watch is not None:
                     self._watch.check()
             return found
 
@@ -173,7 +173,7 @@ def _read_array(connection: socket.socket, count: int) -> np.ndarray[Any, Any]:
     whole = np.empty(count + ALIGNED, np.uint8)
     skip = -whole.ctypes.data % ALIGNED
     found = whole[skip : skip + count]
-    view, got = memoryview(found), 0
+    view, got = found.data, 0
     while got < count:
         more = connection.recv_into(view[got:])
         if not more:

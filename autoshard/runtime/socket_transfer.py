@@ -10,6 +10,7 @@ The pieces are those of a `Parcel`. Both sides count messages alike, for all pro
 sent (`autoshard.runtime.pipeline`).
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 

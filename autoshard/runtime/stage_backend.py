@@ -417,7 +417,8 @@ class _Finish:
 
     def __init__(self, avals: Sequence[Any], homes: Sequence[NamedSharding], places: Sequence[NamedSharding]) -> None:
         self._avals, self._places = avals, places
-        self._sockets = jax.default_backend() == "cpu" and any(spans_processes(place.mesh) for place in places)
+        afar = any(d.process_index != jax.process_index() for place in places for d in place.device_set)
+        self._sockets = jax.default_backend() == "cpu" and afar
         moves: dict[Any, list[int]] = {}
         for k, (home, place) in enumerate(zip(homes, places, strict=True)):
             if home.mesh != place.mesh:

@@ -455,7 +455,7 @@ class _Build:
         scan = renamed(scan, names)
         after = ordered(found.after, Part.AFTER)
         phase.update((v, (Part.AFTER, turn)) for e, turn in late.items() for v in e.outputs)
-        after = sorted((*after, *late), key=lambda e: (late.get(e, rounds.get(e, 0)), self._index[e]))
+        after = sorted((*after, *late), key=lambda e: (late.get(e, rounds[e]), e not in late, self._index[e]))
         positions = {v: i for i, v in enumerate(step.inputs)}
         used = sorted(found.inputs, key=lambda v: positions[v])
         mine = [k for k, at in enumerate(self.output_home) if at == stage]

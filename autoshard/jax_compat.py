@@ -188,6 +188,13 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
+def coordinator_address() -> str:
+    """The host and port of `jax.distributed`'s coordination service."""
+    from jax._src import distributed as _distributed
+
+    return str(_distributed.global_state.coordinator_address)
+
+
 def array_of_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
     """An array of several processes from this one's shards, of which there may be none.
 

@@ -91,10 +91,10 @@ def transformer(width: int, layers: int, length: int, batch: int, vocabulary: in
         mask = jnp.tril(jnp.ones((length, length), bool))
         for i in range(layers):
             q, k, v = jnp.split(normed(x) @ p[f"qkv{i}"], 3, axis=-1)
-            q, k, v = (t.reshape(batch, length, heads, width // heads) for t in (q, k, v))
+            q, k, v = (t.reshape(-1, length, heads, width // heads) for t in (q, k, v))
             scores = jnp.einsum("blhd,bmhd->bhlm", q, k) / np.sqrt(width // heads)
             weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
-            x = x + jnp.einsum("bhlm,bmhd->blhd", weights, v).reshape(batch, length, width) @ p[f"out{i}"]
+            x = x + jnp.einsum("bhlm,bmhd->blhd", weights, v).reshape(-1, length, width) @ p[f"out{i}"]
             x = x + jax.nn.gelu(normed(x) @ p[f"up{i}"]) @ p[f"down{i}"]
         scores = normed(x) @ p["embed"].T
         return optax.softmax_cross_entropy_with_integer_labels(scores[:, :-1], tokens[:, 1:]).mean()

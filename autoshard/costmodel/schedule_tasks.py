@@ -1,5 +1,6 @@
 """A pipeline schedule as tasks for the simulator: makespan, bubble and memory over time come from there.
 
+before        a task on a rank's compute stream: until its first action may start
 action        a task on its rank's compute stream, after the action before it in the rank's row and what it needs
 activations,  between ranks: seconds on a stream for each direction of two ranks, or bytes over the links between
 gradients     them; between stages of one rank nothing
@@ -57,6 +58,10 @@ def schedule_tasks(schedule: Schedule, times: StageTimes, links: Sequence[RankLi
     there: dict[Action, int] = {}  # the task after which another rank has an action's result
     done: dict[Action, int] = {}
     before: list[int | None] = [None] * schedule.ranks
+    for rank in range(schedule.ranks):
+        first = max((t for t, at in zip(times.before_s, schedule.placement, strict=False) if at == rank), default=0.0)
+        if first > 0:
+            before[rank] = builder.task("before", time_s=first, streams=(compute[rank],), kind="before")
     last_of: dict[int, int] = {}
     for rank, position in facts.order:
         action = schedule.rows[rank][position]

@@ -18,7 +18,7 @@ the last one; the update of a weight, and of whatever has its shape, is made on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, final
@@ -424,12 +424,13 @@ class _Build:
         phase: dict[Value, Phase] = {}
         place = step.loop[0].place
 
-        def ordered(equations: Iterable[Apply], part: Part) -> list[Apply]:
+        def ordered(equations: Collection[Apply], part: Part) -> list[Apply]:
             for equation in equations:
                 phase.update(dict.fromkeys(equation.outputs, (part, rounds[equation])))
             return sorted(equations, key=lambda e: (rounds[e], self._index[e]))
 
-        before = ordered(found.before, Part.BEFORE)
+        late = self._put_off(stage)
+        before = ordered([e for e in found.before if e not in late], Part.BEFORE)
         body, consts, sums, made = self._body(stage, phase, place)
         starts: list[Value] = []
         for each, _, _ in sums:
@@ -453,6 +454,8 @@ class _Build:
         names = dict(zip(scan.outputs, [*totals, *(stack_of[p] for p in found.stacks)], strict=False))
         scan = renamed(scan, names)
         after = ordered(found.after, Part.AFTER)
+        phase.update((v, (Part.AFTER, turn)) for e, turn in late.items() for v in e.outputs)
+        after = sorted((*after, *late), key=lambda e: (late.get(e, rounds[e]), e not in late, self._index[e]))
         positions = {v: i for i, v in enumerate(step.inputs)}
         used = sorted(found.inputs, key=lambda v: positions[v])
         mine = [k for k, at in enumerate(self.output_home) if at == stage]
@@ -484,6 +487,32 @@ class _Build:
             parts,
             tuple((part, stack_of[part]) for part in found.stacks),
         )
+
+    def _put_off(self, stage: int) -> dict[Apply, int]:
+        """What need not be made before the loop, for only what comes after it reads it, and the round that does first.
+
+        m1 = mul 0.9 m ; loop ; new = add m1 g   -->   loop ; m1 = mul 0.9 m ; new = add m1 g
+
+        So it takes no memory while the loop runs, and `new` can have the buffer of m.
+        """
+        found, rounds = self._found[stage], self._round_of[stage]
+        kept = {*found.consts, *(self._stack_of[p] for p in found.parts), *found.top_departures, *self.step.outputs}
+        first: dict[Value, int] = {}
+        for equation in found.after:
+            for atom in equation.inputs:
+                if isinstance(atom, Value):
+                    first[atom] = min(rounds[equation], first.get(atom, rounds[equation]))
+        late: dict[Apply, int] = {}
+        for equation in sorted(found.before, key=lambda e: -self._index[e]):
+            turns = [first[v] for v in equation.outputs if v in first]
+            if not turns or equation.effects or any(v in kept for v in equation.outputs):
+                kept.update(a for a in equation.inputs if isinstance(a, Value))
+                continue
+            late[equation] = min(turns)
+            for atom in equation.inputs:
+                if isinstance(atom, Value):
+                    first[atom] = min(late[equation], first.get(atom, late[equation]))
+        return late
 
     def _spliced(
         self, what: Literal["start", "add"], each: Sum, operands: Sequence[Value], place: Place

@@ -5,7 +5,8 @@
     after 0, 1, ...   of all stages
 
 Programs are dispatched from here, one after the other, and run asynchronously on their own devices. A value is let go
-when its last reader has been dispatched.
+when its last reader has been dispatched. One that comes from another process over a socket is waited for when its first
+reader is.
 
 Where there are several processes, each goes through the same list and dispatches what its devices take part in:
 programs of its stages, and both sides of what is sent. One list for all is what keeps sends, which wait for the other
@@ -23,6 +24,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from autoshard.ir import Atom, Literal, Value
 from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, StagePrograms, Stages
+from autoshard.runtime.socket_transfer import arrived
 from autoshard.schedules import TICK_S, Action, Kind, Schedule, StageTimes, start_times, uniform_times, verify
 
 LEAST_S = 1e-9
@@ -197,7 +199,7 @@ class Pipeline:
             for value, outside in self._stacks[action.stage].items():
                 if value in mine:
                     rows = stacks[action.stage].setdefault(outside, [None] * self._schedule.microbatches)
-                    rows[action.microbatch] = mine.pop(value)
+                    rows[action.microbatch] = arrived(mine.pop(value))
             if phase == BACKWARD:
                 del inner[action.stage][action.microbatch]
         for stage, found in enumerate(stacks):
@@ -205,7 +207,7 @@ class Pipeline:
                 top[stage][outside] = self._backend.stack(stage, outside, rows)
         for stage, sends in enumerate(self._total_sends):
             for target, pairs, _ in sends:
-                arrays = [top[stage][here] for _, here in pairs] if self._here[stage] else []
+                arrays = [arrived(top[stage][here]) for _, here in pairs] if self._here[stage] else []
                 self._send(stage, target, pairs, arrays, top[target])
         for phase in self._after:
             for stage in range(count):
@@ -231,7 +233,7 @@ class Pipeline:
             self._call(step, outer, mine)
         sends: list[Callable[[], None]] = []
         for target, pairs, loop in step.sends:
-            arrays = [mine[source] if loop else outer[source] for _, source in pairs] if self._here[stage] else []
+            arrays = [arrived(mine[v] if loop else outer[v]) for _, v in pairs] if self._here[stage] else []
             there = top[target] if not loop else inner[target].setdefault(_known(microbatch), {})
             sends.append(functools.partial(self._send, stage, target, pairs, arrays, there))
         kept = self._stacks[stage]
@@ -241,7 +243,7 @@ class Pipeline:
         return sends
 
     def _call(self, step: _Step, outer: dict[Value, Any], mine: dict[Value, Any]) -> None:
-        operands = [mine[v] if held else outer[v] for v, held in step.takes]
+        operands = [arrived(mine[v] if held else outer[v]) for v, held in step.takes]
         if self._calls is not None:
             self._calls.append((step.call, operands))
         results = step.call(*operands)
@@ -268,7 +270,7 @@ class Pipeline:
         atom = self._programs[stage].outputs[graph.outputs.index(k)]
         if isinstance(atom, Literal):
             return atom.value
-        return top[stage][self._programs[stage].outside.get(atom, atom)] if self._here[stage] else None
+        return arrived(top[stage][self._programs[stage].outside.get(atom, atom)]) if self._here[stage] else None
 
 
 def timed_order(schedule: Schedule, times: StageTimes | None = None) -> list[tuple[Action, bool]]:

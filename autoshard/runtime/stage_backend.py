@@ -31,9 +31,11 @@ from autoshard.runtime.arguments import NewSignature
 from autoshard.runtime.compile_report import CompiledReport
 from autoshard.runtime.compiled import Compiled, Planned, reader, same_avals, writer
 from autoshard.runtime.deviceless import CompileTarget, compile_deviceless, deviceless_mesh
+from autoshard.runtime.exchange import exchange
 from autoshard.runtime.pipeline import Pair, Pipeline
 from autoshard.runtime.pjit import auto_mesh, constrained
 from autoshard.runtime.processes import is_here, nothing_of, put, spans_processes
+from autoshard.runtime.socket_transfer import SocketTransfer, arrived
 from autoshard.runtime.stage_costs import program_memory
 from autoshard.runtime.stage_planning import Staged, stage_info
 from autoshard.runtime.transfer import Transfer, one_at_a_time
@@ -122,7 +124,7 @@ class StageBackend:
         self._numbers: dict[tuple[int, int], Any] = {}
         self._stackers: dict[tuple[int, Value], Any] = {}
         self.jitted: dict[tuple[int, int], Any] = {}
-        self._transfers: dict[Any, Transfer | None] = {}
+        self._transfers: dict[Any, Transfer | SocketTransfer | None] = {}
         self._here = [is_here(each) for each in self.meshes]
         self._alone = [not spans_processes(each) for each in self.meshes]
 
@@ -219,7 +221,7 @@ class StageBackend:
                 return None
             one_side = set(self.meshes[source].devices.flat) == set(self.meshes[target].devices.flat)
             sources = [self.place_of(source, v) for _, v in pairs]
-            self._transfers[key] = None if one_side else Transfer([v.aval for v, _ in pairs], sources, places)
+            self._transfers[key] = None if one_side else make_transfer([v.aval for v, _ in pairs], sources, places)
         transfer = self._transfers[key]
         return jax.device_put(list(arrays), places) if transfer is None else transfer(arrays)
 
@@ -407,9 +409,21 @@ def _watched(call: Callable[[], list[Any]], guard: Watch | None) -> list[Any]:
     guard.check()
     try:
         return call()
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax 0.10 raises both for a collective that failed
+    except (
+        jax.errors.JaxRuntimeError,
+        ValueError,
+        OSError,
+    ) as error:  # jax 0.10 raises both for a collective that failed
         guard.check(error)
         raise
+
+
+def make_transfer(
+    avals: Sequence[Any], sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]
+) -> Transfer | SocketTransfer:
+    """What moves values between devices of several processes: on CPUs beside programs, else as one."""
+    (platform,) = {device.platform for device in sources[0].device_set}
+    return (SocketTransfer if platform == "cpu" else Transfer)(avals, sources, targets)
 
 
 @final
@@ -418,12 +432,14 @@ class _Finish:
 
     def __init__(self, avals: Sequence[Any], homes: Sequence[NamedSharding], places: Sequence[NamedSharding]) -> None:
         self._avals, self._places = avals, places
+        afar = any(d.process_index != jax.process_index() for place in places for d in place.device_set)
+        self._sockets = jax.default_backend() == "cpu" and afar
         moves: dict[Any, list[int]] = {}
         for k, (home, place) in enumerate(zip(homes, places, strict=True)):
             if home.mesh != place.mesh:
                 moves.setdefault(home.mesh, []).append(k)
         self._moves = [
-            (ks, Transfer([avals[k] for k in ks], [homes[k] for k in ks], [places[k] for k in ks]))
+            (ks, make_transfer([avals[k] for k in ks], [homes[k] for k in ks], [places[k] for k in ks]))
             for ks in moves.values()
         ]
 
@@ -433,7 +449,9 @@ class _Finish:
             known = transfer([found[k] for k in ks])
             assert known is not None, "results are known to every process"
             for k, x in zip(ks, known, strict=True):
-                found[k] = x
+                found[k] = arrived(x)
+        if self._sockets:
+            exchange().flush()  # others can end the step without this process, whatever it does next
         every = zip(found, self._avals, self._places, strict=True)
         return [nothing_of(aval, place) if x is None else there(x, place) for x, aval, place in every]
 

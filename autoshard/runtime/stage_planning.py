@@ -14,8 +14,6 @@ from typing import Any, final
 from autoshard.cluster import Cluster
 from autoshard.costmodel import (
     Simulation,
-    schedule_tasks,
-    simulate,
 )
 from autoshard.errors import ArgumentError, InfeasibleError, MeshError, explain
 from autoshard.ir import (
@@ -30,7 +28,6 @@ from autoshard.ir import (
 )
 from autoshard.passes import (
     Microbatches,
-    Part,
     Phase,
     StageGraph,
     Stages,
@@ -42,12 +39,11 @@ from autoshard.passes import (
 from autoshard.plan import Argument, Memory, PipelinePlan, Plan, fingerprint
 from autoshard.runtime.options import Options
 from autoshard.runtime.stage_costs import PhaseTimer, StageNeeds, overlaps, stage_needs
+from autoshard.runtime.step_clock import step_time
 from autoshard.runtime.target import STAGE, Target
 from autoshard.schedules import (
     Kind,
     Schedule,
-    Send,
-    StageTimes,
     eager_one_f_one_b,
     gpipe,
     one_f_one_b,
@@ -378,13 +374,8 @@ def _record(
     plans, seconds = [each.plan for each in found], [each.seconds for each in found]
     step = stages.cut.step
     facts = verify(schedule)
-    forward = tuple(sum(t for p, t in times.items() if p[0] is Part.FORWARD) for times in seconds)
-    backward = tuple(sum(t for p, t in times.items() if p[0] is Part.BACKWARD) for times in seconds)
-    once = [sum(t for p, t in f.items() if p[0] in (Part.BEFORE, Part.AFTER)) for f in seconds]
-    sends = _sends(stages, plans, target.cluster, schedule, devices)
-    times = StageTimes(forward, backward, (0.0,) * len(plans), sends if len(plans) > 1 else ())
-    simulation = simulate(schedule_tasks(schedule, times))
-    time_s = simulation.makespan_s + max(once)
+    timed = step_time(stages, schedule, seconds, target.cluster, devices)
+    forward, backward, simulation = timed.times.forward_s, timed.times.input_grad_s, timed.simulation
     memories = [each.needs.memory(facts.held_by_stage[k]) for k, each in enumerate(found)]
     memory = max(_by_rank(memories, schedule), key=lambda m: m.peak_bytes)
     limit = min(plan.memory_limit for plan in plans)
@@ -431,7 +422,7 @@ def _record(
         operands=(),
         output_ids=(),
         detours=(),
-        time_s=time_s,
+        time_s=timed.end_s,
         compute_s=max(plan.compute_s for plan in plans),
         traffic_s=max(plan.traffic_s for plan in plans),
         memory=memory,
@@ -446,35 +437,6 @@ def _record(
         microbatches=schedule.microbatches,
         pipeline=pipeline,
     )
-
-
-def _sends(
-    stages: Stages, plans: Sequence[Plan], cluster: Cluster, schedule: Schedule, devices: int
-) -> tuple[Send, ...]:
-    """Seconds of what crosses each boundary, forward and backward; each device sends its part."""
-    down, up = [0.0] * (len(plans) - 1), [0.0] * (len(plans) - 1)
-    for stage in stages.graphs:
-        for value, source, _ in stage.loop_arrivals:
-            low, high = sorted((source, stage.stage))
-            for boundary in range(low, high):
-                if source < stage.stage:
-                    down[boundary] += value.nbytes / devices
-                else:
-                    up[boundary] += value.nbytes / devices
-    found: list[Send] = []
-    for k in range(len(plans) - 1):
-        a, b = schedule.placement[k] * devices, schedule.placement[k + 1] * devices
-        if a == b:
-            found.append(Send())
-            continue
-        link = cluster.link_between(a, b)
-        found.append(
-            Send(
-                link.latency_s + down[k] / link.bytes_per_s if down[k] else 0.0,
-                link.latency_s + up[k] / link.bytes_per_s if up[k] else 0.0,
-            )
-        )
-    return tuple(found)
 
 
 def _by_rank(memories: Sequence[Memory], schedule: Schedule) -> list[Memory]:

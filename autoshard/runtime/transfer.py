@@ -114,10 +114,7 @@ class Transfer:
             )
             for p in self._parcels
         ]
-        self._pack = _program(pack, self._parcels, [p.source for p in self._parcels], [p.packed for p in self._parcels])
-        self._unpack = _program(
-            unpack, self._parcels, [p.arrived for p in self._parcels], [p.target for p in self._parcels]
-        )
+        self._pack, self._unpack = pack_program(self._parcels), unpack_program(self._parcels)
         self._blanks: dict[Any, jax.Array] = {}
         self._settled = jax.block_until_ready if one_at_a_time() else lambda x: x
 
@@ -210,6 +207,16 @@ def unpack(sent: Any, aval: Any) -> Any:
     return sent.reshape(aval.shape)
 
 
+def pack_program(parcels: Sequence[Parcel]) -> Any:
+    """The sender's program, None where nothing changes."""
+    return _program(pack, parcels, [p.source for p in parcels], [p.packed for p in parcels])
+
+
+def unpack_program(parcels: Sequence[Parcel]) -> Any:
+    """The receiver's program, None where nothing changes."""
+    return _program(unpack, parcels, [p.arrived for p in parcels], [p.target for p in parcels])
+
+
 def _program(
     change: Any, parcels: Sequence[Parcel], before: Sequence[NamedSharding], after: Sequence[NamedSharding]
 ) -> Any:
@@ -249,8 +256,8 @@ def parcel(aval: Any, source: NamedSharding, target: NamedSharding, devices: Seq
             ways.append((_cut(sides[0], wanted), there))
     ways.append((_cut(sides[0], (1,) * len(shape)), _cut(sides[1], (1,) * len(shape))))
     packed, arrived = max(ways, key=lambda way: math.prod(_parts(shape, way[0])))
-    has = {devices.index(d): p for d, p in _pieces(shape, packed).items()}
-    wants = {devices.index(d): p for d, p in _pieces(shape, arrived).items()}
+    has = {devices.index(d): p for d, p in pieces_of(shape, packed).items()}
+    wants = {devices.index(d): p for d, p in pieces_of(shape, arrived).items()}
     process = [int(d.process_index) for d in devices]
     rounds = find_rounds(has, wants, process)
     return Parcel(aval, shape, sent.dtype, tuple(packed.shard_shape(shape)), source, target, packed, arrived, rounds)
@@ -309,7 +316,8 @@ def _cut(devices: Sequence[Any], parts: Sequence[int]) -> NamedSharding:
     return NamedSharding(Mesh(grid, (*names, "copy"), axis_types=kinds), PartitionSpec(*names))
 
 
-def _pieces(shape: Sequence[int], sharding: NamedSharding) -> dict[Any, Piece]:
+def pieces_of(shape: Sequence[int], sharding: NamedSharding) -> dict[Any, Piece]:
+    """The piece of each device."""
     found = sharding.devices_indices_map(tuple(shape))
     return {
         device: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for device, index in found.items()

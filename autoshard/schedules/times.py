@@ -46,6 +46,7 @@ class StageTimes:
       all_reduce_s: seconds to sum a stage's gradients over its replicas, after its last backward; empty: none.
       held_bytes: activations held from a forward pass to its (weight-)backward; empty: none.
       kept_bytes: weights and optimizer state; empty: none.
+      before_s: seconds from the start of the step to a stage's first action; empty: none. `schedule_tasks` reads it.
     """
 
     forward_s: tuple[float, ...]
@@ -55,6 +56,7 @@ class StageTimes:
     all_reduce_s: tuple[float, ...] = ()
     held_bytes: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
+    before_s: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -84,6 +86,7 @@ class StageTimes:
             ("all_reduce_s", len(self.all_reduce_s), stages, True),
             ("held_bytes", len(self.held_bytes), stages, True),
             ("kept_bytes", len(self.kept_bytes), stages, True),
+            ("before_s", len(self.before_s), stages, True),
         )
         for name, given, wanted, may_miss in fields:
             if given != wanted and not (may_miss and given == 0):

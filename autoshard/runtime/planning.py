@@ -100,7 +100,9 @@ def plan_call(
     pins = resolve_pins(options.pins, call.slashes, shapes, sizes)
     programs = Programs(lambda: FlatFunction(fun, call.template, call.slashes), call, info, graph, on_event)
 
-    def make_on(shape: MeshShape | None, way: Way, memory_limit: int | None, suggest: bool) -> Plan:
+    def make_on(
+        shape: MeshShape | None, way: Way, memory_limit: int | None, suggest: bool, budget_s: float | None
+    ) -> Plan:
         prepared = programs.prepared(way)
         plan = search(
             prepared,
@@ -109,7 +111,7 @@ def plan_call(
             shape,
             pins=pins,
             memory_limit=memory_limit,
-            budget_s=options.budget_s,
+            budget_s=budget_s,
             seed=options.seed,
             on_event=on_event,
             suggest=suggest,
@@ -121,7 +123,9 @@ def plan_call(
     asked = (options.microbatches, False if merged else options.remat)
 
     def choose(memory_limit: int | None) -> tuple[Plan, Graph]:
-        plan = choose_way(lambda way, suggest: make_on(target.shape, way, memory_limit, suggest), *asked)
+        plan = choose_way(
+            lambda way, suggest: make_on(target.shape, way, memory_limit, suggest, options.budget_s), *asked
+        )
         if merged and options.remat:
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
         return plan, programs.prepared(way_of(plan))

@@ -22,6 +22,10 @@ LARGE = 12_000
 """Equations of a step above which pipelines and plans for one mesh are estimated first, and the best one is planned.
 Ours, for plan time: below it the plan for one mesh is always made, with all templates."""
 
+LARGE_BUDGET_S = 10.0
+"""Seconds for the search of a large step's plan for one mesh, templates included, where none are given. Ours: GPT-3's on
+1,024 devices found nothing better in 20."""
+
 MOST_PLANNED = 2
 """Pipelines, by their estimate, that are planned. Ours."""
 
@@ -67,7 +71,7 @@ class MakePlan(Protocol):
 def with_or_without_stages(
     programs: Programs,
     choose: Callable[[int | None], tuple[Plan, Graph]],
-    make_on: Callable[[MeshShape | None, Way, int | None, bool], Plan],
+    make_on: Callable[[MeshShape | None, Way, int | None, bool, float | None], Plan],
     asked: tuple[int | None, bool | None],
     info: StepInfo,
     options: Options,
@@ -110,7 +114,8 @@ def with_or_without_stages(
         way = Way(outline.microbatches, outline.remat)
         try:
             if stages == 1:
-                found.append((make_on(outline.skeleton.mesh, way, options.memory_limit, False), None))
+                budget = options.budget_s or LARGE_BUDGET_S
+                found.append((make_on(outline.skeleton.mesh, way, options.memory_limit, False, budget), None))
             else:
                 split, known = programs.split(way), programs.fingerprint(None)
                 plan, staged = plan_stages(

@@ -23,8 +23,8 @@ LARGE = 12_000
 Ours, for plan time: below it the plan for one mesh is always made, with all templates."""
 
 LARGE_BUDGET_S = 10.0
-"""Seconds for the search of a large step's plan for one mesh, templates included, where none are given. Ours: GPT-3's on
-1,024 devices found nothing better in 20."""
+"""Seconds for the search of a large step's plan for one mesh, templates included, where no budget is given. Ours: for
+GPT-3 on 1,024 devices nothing better was found in 20."""
 
 MOST_PLANNED = 2
 """Pipelines, by their estimate, that are planned. Ours."""

@@ -24,6 +24,7 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard import jax_compat
 from autoshard.runtime.watch import watch
@@ -48,7 +49,7 @@ class Exchange:
         self._me, self._word = jax.process_index(), secrets.token_bytes(32)
         self._client, self._watch = jax_compat.coordination_client(), watch()
         self._state = threading.Condition()
-        self._arrived: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}
+        self._arrived: dict[tuple[int, int], list[NDArray[Any]]] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._waiting: dict[int, queue.SimpleQueue[tuple[int, Sequence[Any]]]] = {}
         self._unsent = 0
@@ -68,7 +69,7 @@ class Exchange:
             self._unsent += 1
         self._waiting[process].put((self._next(self._me, process), list(pieces)))
 
-    def expect(self, process: int) -> Callable[[], list[np.ndarray[Any, Any]]]:
+    def expect(self, process: int) -> Callable[[], list[NDArray[Any]]]:
         """The next message of a process: what waits for its pieces, as bytes."""
         key = process, self._next(process, self._me)
         return lambda: self._wait(lambda: self._arrived.pop(key, None))
@@ -169,7 +170,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return _read_array(connection, count).tobytes()
 
 
-def _read_array(connection: socket.socket, count: int) -> np.ndarray[Any, Any]:
+def _read_array(connection: socket.socket, count: int) -> NDArray[Any]:
     whole = np.empty(count + ALIGNED, np.uint8)
     skip = -whole.ctypes.data % ALIGNED
     found = whole[skip : skip + count]

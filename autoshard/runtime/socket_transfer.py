@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
+from numpy.typing import NDArray
 
 from autoshard.runtime.exchange import exchange
 from autoshard.runtime.transfer import (
@@ -132,7 +132,7 @@ class SocketTransfer:
     def _finish(
         self,
         near: Sequence[tuple[Leg, Any]],
-        coming: Sequence[tuple[Sequence[Leg], Callable[[], Sequence[np.ndarray[Any, Any]]]]],
+        coming: Sequence[tuple[Sequence[Leg], Callable[[], Sequence[NDArray[Any]]]]],
     ) -> Sequence[Any]:
         """The arrays, once all pieces are here."""
         found: list[dict[Any, Any]] = [{} for _ in self._parcels]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RATES = {"200mbit": "200mbit", "1gbit": "1gbit", "none": ""}
@@ -77,6 +78,34 @@ def two_hosts(rate: str) -> Iterator[Hosts]:
         for name, folder in zip(hosts.names, folders, strict=True):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_both(commands: Sequence[Sequence[str]], link: str, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+    """The rows that some processes leave in the folder's `rows.json`, each with its link; logs are kept beside it.
+
+    Raises:
+      RuntimeError: a process failed; with the ends of all logs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "rows.json"
+    out.unlink(missing_ok=True)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    logs = [folder / f"process{i}.log" for i in range(len(commands))]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, path in zip(commands, logs, strict=True):
+            with path.open("wb") as log:
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        for process in running:
+            process.wait(timeout_s)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in running) or not out.exists():
+        ends = "\n---\n".join(path.read_text(errors="replace")[-3000:] for path in logs)
+        raise RuntimeError(f"a process failed over {link}:\n{ends}")
+    return [{"link": link, **row} for row in json.loads(out.read_text())]
 
 
 def _run(*command: str) -> None:

@@ -20,7 +20,6 @@ import platform
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.namespaces import ADDRESSES, RATES, missing, two_hosts
+from bench.namespaces import ADDRESSES, RATES, missing, run_both, two_hosts
 from bench.pipeline_network_worker import Asked
 
 LOOPBACK = "loopback"
@@ -52,30 +51,13 @@ def run_pipelines(link: str, folder: Path, asked: Asked, nice: int = 0) -> list[
     Raises:
       RuntimeError: a process failed; with the ends of both logs.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    out = folder / "rows.json"
-    out.unlink(missing_ok=True)
     wanted = json.dumps(asdict(asked))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     with _hosts(link) as (host, wrap):
-        where, running = f"{host}:{_free_port()}", list[subprocess.Popen[bytes]]()
+        where, commands = f"{host}:{_free_port()}", list[Sequence[str]]()
         for i in range(2):
             command = [sys.executable, "-m", "bench.pipeline_network_worker", str(i), where, str(folder), wanted]
-            niced = ["nice", "-n", str(nice), *command] if nice else command
-            with (folder / f"process{i}.log").open("wb") as log:
-                made = subprocess.Popen(wrap(i, niced), env=environment, stdout=log, stderr=subprocess.STDOUT)
-            running.append(made)
-        try:
-            for process in running:
-                process.wait(TIMEOUT_S)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-    if any(process.returncode for process in running) or not out.exists():
-        logs = [(folder / f"process{i}.log").read_text(errors="replace")[-3000:] for i in range(2)]
-        raise RuntimeError(f"a process failed over {link}:\n" + "\n---\n".join(logs))
-    return [{"link": link, **row} for row in json.loads(out.read_text())]
+            commands.append(wrap(i, ["nice", "-n", str(nice), *command] if nice else command))
+        return run_both(commands, link, folder, TIMEOUT_S)
 
 
 @contextlib.contextmanager

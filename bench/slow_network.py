@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.namespaces import ADDRESSES, RATES, missing, two_hosts
+from bench.namespaces import ADDRESSES, RATES, missing, run_both, two_hosts
 
 MOST_ERROR = 0.15
 LEAST_RANK = 0.95
@@ -36,32 +34,13 @@ TIMEOUT_S = 3000.0
 
 def run_link(rate: str, folder: Path, budget_s: float, small: bool, port: int) -> list[dict[str, Any]]:
     """All (program, plan) pairs over one link."""
-    folder.mkdir(parents=True, exist_ok=True)
-    out = folder / "rows.json"
-    out.unlink(missing_ok=True)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     with two_hosts(RATES[rate]) as hosts:
-        running: list[subprocess.Popen[bytes]] = []
+        commands: list[Sequence[str]] = []
         for i in range(2):
             command = [sys.executable, "-m", "bench.slow_network_worker", str(i), f"{ADDRESSES[0]}:{port}"]
             command += [str(folder), str(budget_s), *(["--small"] if small else [])]
-            with (folder / f"process{i}.log").open("wb") as log:
-                running.append(
-                    subprocess.Popen(
-                        hosts.command(i, command, core=i), env=environment, stdout=log, stderr=subprocess.STDOUT
-                    )
-                )
-        try:
-            for process in running:
-                process.wait(TIMEOUT_S)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-    if any(process.returncode for process in running) or not out.exists():
-        logs = [(folder / f"process{i}.log").read_text(errors="replace")[-3000:] for i in range(2)]
-        raise RuntimeError(f"a process failed over {rate}:\n" + "\n---\n".join(logs))
-    return [{"link": rate, **row} for row in json.loads(out.read_text())]
+            commands.append(hosts.command(i, command, core=i))
+        return run_both(commands, rate, folder, TIMEOUT_S)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

@@ -409,11 +409,8 @@ def _watched(call: Callable[[], list[Any]], guard: Watch | None) -> list[Any]:
     guard.check()
     try:
         return call()
-    except (
-        jax.errors.JaxRuntimeError,
-        ValueError,
-        OSError,
-    ) as error:  # jax 0.10 raises both for a collective that failed
+    # jax 0.10 raises the first two for a collective that failed, sockets the third
+    except (jax.errors.JaxRuntimeError, ValueError, OSError) as error:
         guard.check(error)
         raise
 

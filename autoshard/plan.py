@@ -205,6 +205,8 @@ class Plan:
       timeline: the simulated step.
       microbatches: into how many parts the batch is cut; the program the plan belongs to has the loop over them.
       remat: whether the program computes parts of its forward pass again.
+      groups: of devices that keep sums over examples for themselves until the last microbatch; 1: they are summed for
+        every microbatch.
       pipeline: stages and schedule, None for one mesh; the mesh then has the stages as its first axis, shardings of
         values stand in the stages' plans, and those of arguments and results speak of the mesh of their own stage.
       compiler: compiles the program the plan was made for; not saved, None for a plan read from a file.
@@ -234,6 +236,7 @@ class Plan:
     timeline: Timeline = NO_TIMELINE
     microbatches: int = 1
     remat: bool = False
+    groups: int = 1
     pipeline: PipelinePlan | None = None
     compiler: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 

@@ -70,9 +70,10 @@ def _schedule(pipeline: PipelinePlan) -> Table:
 
 
 def parts_text(plan: Plan) -> str:
-    """How the batch is cut and whether anything is computed again, "" where neither is."""
+    """How the batch is cut, when gradients are summed, whether anything is computed again; "" where none is said."""
     cut = f"{plan.microbatches} microbatches, " if plan.microbatches > 1 else ""
-    return cut + ("recomputing, " if plan.remat else "")
+    apart = f"gradients summed once in {plan.groups} groups, " if plan.groups > 1 else ""
+    return cut + apart + ("recomputing, " if plan.remat else "")
 
 
 def seconds(value: float) -> str:

@@ -7,6 +7,7 @@ from .loop_step import LoopStep as LoopStep
 from .loop_step import loop_step as loop_step
 from .microbatch import Microbatches as Microbatches
 from .microbatch import accumulate as accumulate
+from .microbatch import in_groups as in_groups
 from .microbatch import microbatched as microbatched
 from .microbatch import split_step as split_step
 from .pipeline import Pass as Pass

@@ -23,9 +23,11 @@ from autoshard import jax_compat
 from autoshard.ir import Apply, Atom, Literal, Place, Value, renamed, splice
 from autoshard.passes.batch_roles import Axis, Batched, Partial, Whole
 from autoshard.passes.duplicate_cheap import is_cheap
+from autoshard.passes.groups import bind_in_groups, dims_in_groups
 from autoshard.passes.microbatch import (
     Microbatches,
     accumulator,
+    completed,
     cut,
     joined,
     small_equation,
@@ -63,6 +65,7 @@ class LoopStep:
       sums: what the loop adds up for `after`.
       stacks: (a microbatch's value, stack of all of them that `after` reads).
       partial: values of the loop that `add` up.
+      groups: of examples whose sums are kept apart: `passes.groups`.
       weights: inputs whose use makes a computation part of the model.
     """
 
@@ -79,6 +82,7 @@ class LoopStep:
     stacks: tuple[tuple[Value, Value], ...]
     partial: frozenset[Value]
     weights: frozenset[Value]
+    groups: int = 1
 
     @property
     def weights_of(self) -> dict[Value, frozenset[Value]]:
@@ -99,8 +103,8 @@ def loop_step(split: Microbatches) -> LoopStep:
     made.run_loop()
     made.run_after()
     graph, of = split.graph, split.roles.of
-    small = dict(_pairs(split))
-    partial = {small[v] for v, role in of.items() if v in small and isinstance(role, Partial) and role.reducer == "add"}
+    now = {**dict(_pairs(split)), **made.kept}
+    partial = {now[v] for v, role in of.items() if v in now and role == Partial("add")}
     weights = [
         value
         for i, value in enumerate(graph.inputs)
@@ -121,7 +125,12 @@ def loop_step(split: Microbatches) -> LoopStep:
         tuple(made.stacks),
         frozenset(partial),
         frozenset(weights),
+        split.groups,
     )
+
+
+def _grouped(value: Value, groups: int) -> Value:
+    return Value(value.aval.update(shape=(groups, *value.shape)))
 
 
 def _pairs(split: Microbatches) -> list[tuple[Value, Value]]:
@@ -149,6 +158,7 @@ class _Made:
     stacks: list[tuple[Value, Value]] = field(default_factory=list[tuple[Value, Value]])
     _maker: dict[Value, Apply] = field(default_factory=dict[Value, Apply])
     _copies: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    kept: dict[Value, Value] = field(default_factory=dict[Value, Value])  # [groups, ...] in the loop
 
     def _whole(self, equation: Apply) -> Apply:
         alias: Mapping[Value, Value] = self.split.roles.alias
@@ -178,7 +188,8 @@ class _Made:
 
     def run_loop(self) -> None:
         split, roles = self.split, self.split.roles
-        now: dict[Value, Value] = dict(_pairs(split))
+        self.kept = {v: _grouped(small, split.groups) for v, small in _pairs(split) if v in split.apart}
+        now: dict[Value, Value] = {**dict(_pairs(split)), **self.kept}
         self._maker = {v: e for e in self.before for v in e.outputs}
         batch = {split.graph.inputs[i]: axis for i, axis in split.batch.items()}
         for equation, part in self._equations(split.loop):
@@ -197,8 +208,26 @@ class _Made:
                     operands.append(now[atom])
             if equation in roles.generated and equation.name != "broadcast_in_dim":
                 self._generate(equation, part, operands)
+            elif any(v in split.apart for v in equation.outputs):
+                self._in_groups(equation, small_equation(part, equation), operands)
             else:
                 self.loop.append(replace(small_equation(part, equation), inputs=tuple(operands)))
+
+    def _in_groups(self, equation: Apply, small: Apply, operands: Sequence[Atom]) -> None:
+        """An equation mapped over groups of examples."""
+        dims = dims_in_groups(self.split.roles, self.split.apart, equation)
+        places = [k for k, atom in enumerate(operands) if isinstance(atom, Value)]
+
+        def mapped(*given: Any) -> list[Any]:
+            found = [atom.value if isinstance(atom, Literal) else None for atom in operands]
+            for k, x in zip(places, given, strict=True):
+                found[k] = x
+            return bind_in_groups(small, found, dims, self.split.groups)
+
+        values = [atom for atom in operands if isinstance(atom, Value)]
+        results = [self.kept[v] for v in equation.outputs]
+        equations, _ = splice(mapped, values, equation.place, results)
+        self.loop += equations
 
     def _cheap(self, value: Value) -> Value:
         """A whole value; what costs nothing to make (zeros) is made in the loop rather than kept for it."""
@@ -225,7 +254,7 @@ class _Made:
 
     def run_after(self) -> None:
         split, roles = self.split, self.split.roles
-        now = dict(_pairs(split))
+        now = {**dict(_pairs(split)), **self.kept}
         maker = {v: e for e in split.graph.equations for v in e.outputs}
         ahead = {v for e in self.before for v in e.outputs}  # of all examples, known already
         for value in split.sums:
@@ -234,10 +263,13 @@ class _Made:
             role = roles.of[value]
             assert isinstance(role, Partial), "only partial values are summed"
             dtype = accumulator(value.dtype)
-            total = value
-            if np.dtype(dtype) != value.dtype:
-                total = Value(jax_compat.aval_of(value.shape, np.dtype(dtype)))
-                equations, _ = splice(lambda x, d=value.dtype: [x.astype(d)], [total], maker[value].place, [value])
+            total, apart = value, value in self.kept
+            if apart or np.dtype(dtype) != value.dtype:
+                shape = (split.groups, *value.shape) if apart else value.shape
+                total = Value(jax_compat.aval_of(shape, np.dtype(dtype)))
+                equations, _ = splice(
+                    lambda x, v=value, a=apart: [completed(x, v, a)], [total], maker[value].place, [value]
+                )
                 self.after += equations
             self.sums.append(Sum(now[value], total, role.reducer))
         for value in split.stacked:

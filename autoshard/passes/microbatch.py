@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import jax
@@ -26,6 +26,7 @@ from autoshard.costmodel import equation_work
 from autoshard.errors import MicrobatchError, explain
 from autoshard.ir import Apply, Atom, Graph, Literal, Value, bind_equation, trace, trip_count
 from autoshard.passes.batch_roles import ALL_AT_ONCE, Axis, Batched, Coupling, Partial, Role, Roles, Whole, batch_roles
+from autoshard.passes.groups import apart_values, bind_in_groups, dims_in_groups
 
 MOST_AFTER = 0.1
 """Part of the work on examples that may be left for after the microbatches: a metric, not a layer. Ours."""
@@ -49,6 +50,8 @@ class Microbatches:
       roles: of all values.
       before, loop, after: numbers of the equations of each part, in order; one may be in several.
       sums: partial values that the loop hands to `after`; stacked: batched ones.
+      groups: of a microbatch's examples whose sums are kept apart until the loop has ended.
+      apart: the values of `graph` that are [groups, ...] in the loop.
     """
 
     graph: Graph
@@ -61,6 +64,8 @@ class Microbatches:
     after: tuple[int, ...]
     sums: tuple[Value, ...]
     stacked: tuple[Value, ...]
+    groups: int = 1
+    apart: frozenset[Value] = frozenset()
 
 
 def split_step(
@@ -106,6 +111,36 @@ def split_step(
         tuple(parts.sums),
         tuple(parts.stacked),
     )
+
+
+def in_groups(split: Microbatches, groups: int) -> Microbatches:
+    """The split step with sums kept apart for so many groups of a microbatch's examples; see `passes.groups`.
+
+    Raises:
+      MicrobatchError: the groups do not divide the examples, or no sum can be kept apart.
+    """
+    position, axis = next(iter(split.batch.items()))
+    examples = split.small.inputs[position].shape[axis.dim]
+    if examples % groups:
+        raise MicrobatchError(
+            explain(
+                f"sums kept apart for {groups} groups of a microbatch of {examples} examples",
+                f"a divisor of {examples}",
+                "use fewer microbatches, or another batch size",
+            )
+        )
+    inside = [(split.graph.equations[i], split.small.equations[i]) for i in split.loop]
+    pairs = [(e, part) for e, part in inside if isinstance(e, Apply) and isinstance(part, Apply)]
+    apart = apart_values(pairs, split.roles, set(split.sums), examples, groups)
+    if not apart:
+        raise MicrobatchError(
+            explain(
+                f"no sum over examples can be kept apart for {groups} groups",
+                "gradients made by matrix products, sums and scatters",
+                "sum them for every microbatch",
+            )
+        )
+    return replace(split, groups=groups, apart=apart)
 
 
 def _early(graph: Graph, weights: Sequence[int]) -> dict[Value, bool]:
@@ -360,7 +395,7 @@ def accumulate(split: Microbatches) -> Callable[..., list[Any]]:
 
         sums, stacks = jax.lax.scan(scanned, starts, (numbers, list(parts.values()), list(sliced.values())))
         for value, found in zip(split.sums, sums, strict=True):
-            env.whole[value] = found.astype(value.dtype)
+            env.whole[value] = completed(found, value, value in split.apart)
         for value, found in zip(split.stacked, stacks, strict=True):
             role = split.roles.of[value]
             assert isinstance(role, Batched), "only batched values are stacked"
@@ -411,6 +446,9 @@ def _run_part(split: Microbatches, m: Any, env: _Env, cuts: Mapping[tuple[Apply,
             results = [
                 take_part(x, _axis_of(roles.of[v]), split.count, m) for x, v in zip(made, equation.outputs, strict=True)
             ]
+        elif any(v in split.apart for v in equation.outputs):
+            mapped = dims_in_groups(roles, split.apart, equation)
+            results = bind_in_groups(small_equation(part, equation), operands, mapped, split.groups)
         else:
             results = bind_equation(small_equation(part, equation), operands)
         env.part.update(zip(equation.outputs, results, strict=True))
@@ -438,7 +476,13 @@ def _start(split: Microbatches, value: Value) -> Any:
     role = split.roles.of[value]
     assert isinstance(role, Partial), "only partial values are summed"
     dtype = accumulator(value.dtype)
-    return jnp.full(value.shape, identity(role.reducer, dtype), dtype)
+    shape = (split.groups, *value.shape) if value in split.apart else value.shape
+    return jnp.full(shape, identity(role.reducer, dtype), dtype)
+
+
+def completed(total: Any, value: Value, apart: bool) -> Any:
+    """What an accumulator holds in the end, as the value is of all examples."""
+    return (total.sum(0) if apart else total).astype(value.dtype)
 
 
 def identity(reducer: str, dtype: Any) -> Any:

@@ -156,10 +156,12 @@ def _reads(atom: Atom, weights_of: Mapping[Value, frozenset[Value]]) -> frozense
 def _owners(step: LoopStep, pairs: Sequence[tuple[int, int]]) -> dict[Value, list[Value]]:
     """For parts of sums, the inputs whose new values they go into, through values of as many elements."""
     reach: dict[Value, frozenset[Value]] = {each.total: frozenset({each.part}) for each in step.sums}
+    apart = {each.total for each in step.sums} if step.groups > 1 else set[Value]()
     for equation in step.after:
         operands = [a for a in equation.inputs if isinstance(a, Value) and a in reach]
         for value in equation.outputs:
-            same = [reach[a] for a in operands if math.prod(a.shape) == math.prod(value.shape)]
+            size = math.prod(value.shape)
+            same = [reach[a] for a in operands if math.prod(a.shape) in (size, step.groups * size * (a in apart))]
             if same:
                 reach[value] = frozenset[Value]().union(*same)
     found: dict[Value, list[Value]] = {}

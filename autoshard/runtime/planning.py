@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from autoshard.cluster import mesh_size
-from autoshard.errors import ArgumentError, InfeasibleError, MicrobatchError, PlanError, explain
+from autoshard.errors import ArgumentError, InfeasibleError, MeshError, MicrobatchError, PlanError, explain
 from autoshard.ir import Graph, MeshShape, Spec, StepInfo, trace
+from autoshard.passes import Microbatches
 from autoshard.plan import Plan
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.compiled import Planned
@@ -25,10 +26,10 @@ from autoshard.runtime.plan_compile import compile_plan
 from autoshard.runtime.programs import OnEvent, Programs, Way, automatic_axes
 from autoshard.runtime.programs import way_of as way_of
 from autoshard.runtime.stage_choice import MakePlan as MakePlan
-from autoshard.runtime.stage_choice import with_or_without_stages
+from autoshard.runtime.stage_choice import alternative, with_or_without_stages
 from autoshard.runtime.stage_planning import Skeleton, Staged, plan_stages, restage, stage_devices
 from autoshard.runtime.target import Target
-from autoshard.search import collection_paused, make_plan
+from autoshard.search import collection_paused, make_plan, named_mesh
 from autoshard.show import size_text
 
 MOST_CHOSEN = 64
@@ -117,14 +118,20 @@ def plan_call(
             suggest=suggest,
         )
         compiler = functools.partial(compile_plan, prepared, target.cluster)
-        return dataclasses.replace(plan, microbatches=way.microbatches, remat=way.remat, compiler=compiler)
+        return dataclasses.replace(plan, **dataclasses.asdict(way), compiler=compiler)
 
     merged = target.cluster.device(0).kind == "cpu"
     asked = (options.microbatches, False if merged else options.remat)
 
     def choose(memory_limit: int | None) -> tuple[Plan, Graph]:
         plan = choose_way(
-            lambda way, suggest: make_on(target.shape, way, memory_limit, suggest, options.budget_s), *asked
+            lambda way, suggest: make_on(target.shape, way, memory_limit, suggest, options.budget_s),
+            *asked,
+            lambda plan: sums_apart(
+                plan,
+                _meshes(plan, target.shape is None),
+                lambda mesh, way: make_on(mesh, way, memory_limit, False, options.budget_s),
+            ),
         )
         if merged and options.remat:
             plan = dataclasses.replace(plan, why=(*plan.why, MERGED))
@@ -221,16 +228,44 @@ def _plan_pipeline(
                 raise
             refused = refused or f"not {count} microbatches: {str(error).splitlines()[0]}"
             continue
-        shape = None if target.shape is None else target.shape[1:]
-        skeleton = Skeleton(stages, options.schedule, shape)
-        known = programs.fingerprint(None)
-        plan, staged = plan_stages(split, known, info, skeleton, options, pins, target, search, on_event)
+        plan, staged = _plan_split(programs, split, remat, info, options, pins, target, search, on_event)
         why = (*plan.why, refused) if refused else plan.why
-        return dataclasses.replace(plan, remat=remat, why=why), staged
+        return dataclasses.replace(plan, why=why), staged
     raise AssertionError("every number of microbatches is planned or refused")
 
 
-def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool | None) -> Plan:
+def _plan_split(
+    programs: Programs,
+    split: Microbatches,
+    remat: bool,
+    info: StepInfo,
+    options: Options,
+    pins: Mapping[int, Spec],
+    target: Target,
+    search: MakePlan,
+    on_event: OnEvent | None,
+) -> tuple[Plan, Staged]:
+    """A split step as a pipeline."""
+    known, shape = programs.fingerprint(None), None if target.shape is None else target.shape[1:]
+    made: dict[tuple[MeshShape, int], Staged] = {}
+
+    def make(mesh: MeshShape | None, split: Microbatches) -> Plan:
+        skeleton = Skeleton(options.stages or 1, options.schedule, mesh)
+        plan, staged = plan_stages(split, known, info, skeleton, options, pins, target, search, on_event)
+        made[plan.mesh, plan.groups] = staged
+        return dataclasses.replace(plan, remat=remat)
+
+    plan = make(shape, split)
+    plan = sums_apart(plan, _meshes(plan, shape is None), lambda mesh, way: make(mesh, programs.split(way)))
+    return plan, made[plan.mesh, plan.groups]
+
+
+def choose_way(
+    make: Callable[[Way, bool], Plan],
+    count: int | None,
+    remat: bool | None,
+    better: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Plan:
     """The plan asked for; what is left open is as the step is written if that fits, else the quickest that does.
 
     For 1, 2, 4, ... microbatches the step is planned as it is and recomputing, until one that does not recompute fits.
@@ -239,13 +274,14 @@ def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool
       make: plans one way; with True its error says which larger cluster would do.
       count: microbatches asked for, None to choose.
       remat: whether to recompute, None to choose.
+      better: the plan that is taken, or a quicker one with as many microbatches.
 
     Raises:
       InfeasibleError: nothing fits; says what was tried.
       MicrobatchError, ArgumentError: what was asked for is not possible.
     """
     if count is not None and remat is not None:
-        return make(Way(count, remat), True)
+        return better(make(Way(count, remat), True))
     first = Way(count or 1, bool(remat))
     needs: dict[Way, int] = {}
     fitting: list[Plan] = []
@@ -266,7 +302,7 @@ def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool
                 refused = refused or f"; {str(error).splitlines()[0]}"
             else:
                 if way == first:
-                    return plan
+                    return better(plan)
                 fitting.append(plan)
                 if not recompute:
                     break
@@ -276,7 +312,7 @@ def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool
             break
         m *= 2
     if fitting:
-        plan = min(fitting, key=lambda p: p.time_s)
+        plan = better(min(fitting, key=lambda p: p.time_s))
         others = ", ".join(f"{w} {size_text(n)}" for w, n in needs.items())
         line = f"{way_of(plan)}: {why} (needed at least: {others})"
         return dataclasses.replace(plan, why=(*plan.why, line))
@@ -287,6 +323,37 @@ def choose_way(make: Callable[[Way, bool], Plan], count: int | None, remat: bool
         return make(first, True)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{refused}", error.need_bytes) from error
+
+
+def _meshes(plan: Plan, is_open: bool) -> list[MeshShape]:
+    """Meshes (of a stage, in a pipeline) to try other ways on: the plan's; where it is open, one of one axis too."""
+    mine = [plan.mesh] if plan.pipeline is None else [stage.mesh for stage in plan.pipeline.stages]
+    return list(dict.fromkeys([*mine, named_mesh((mesh_size(mine[0]),))] if is_open else mine))
+
+
+def sums_apart(plan: Plan, meshes: Sequence[MeshShape], make: Callable[[MeshShape, Way], Plan]) -> Plan:
+    """The plan, or a quicker one that sums gradients over devices once a step instead of once a microbatch.
+
+    Args:
+      plan: of any number of microbatches.
+      meshes: to try; groups are the devices along the first axis.
+      make: plans for a mesh.
+    """
+    if plan.microbatches == 1:
+        return plan
+    found, refused = [plan], list[str]()
+    for mesh in meshes:
+        way = dataclasses.replace(way_of(plan), groups=mesh[0][1])
+        if way.groups == 1:
+            continue
+        try:
+            found.append(make(mesh, way))
+        except (InfeasibleError, MicrobatchError, MeshError) as error:
+            refused.append(f"not {way}: {str(error).splitlines()[0]}")
+    best = min(found, key=lambda p: p.time_s)
+    others = [alternative(other, best) for other in found if other is not best]
+    rows = sorted((*best.alternatives, *others), key=lambda a: a.time_s)
+    return dataclasses.replace(best, alternatives=tuple(rows), why=(*best.why, *refused))
 
 
 def known_plan(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,7 +14,7 @@ import jax
 from autoshard import jax_compat
 from autoshard.errors import ArgumentError, explain
 from autoshard.ir import Graph, StepInfo
-from autoshard.passes import Microbatches, Remat, forward_cuts, microbatched, run_passes
+from autoshard.passes import Microbatches, Remat, forward_cuts, in_groups, microbatched, run_passes
 from autoshard.plan import Plan, fingerprint
 from autoshard.runtime.arguments import Call
 from autoshard.runtime.microbatches import split_batch
@@ -32,20 +33,23 @@ class Way:
     Attributes:
       microbatches: into how many parts the batch is cut.
       remat: whether parts of the forward pass are computed again.
+      groups: of devices that keep sums over examples for themselves until the last microbatch (`passes.groups`).
     """
 
     microbatches: int = 1
     remat: bool = False
+    groups: int = 1
 
     def __str__(self) -> str:
         cut = f"{self.microbatches} microbatches" if self.microbatches > 1 else ""
+        apart = f"sums apart in {self.groups} groups" if self.groups > 1 else ""
         again = "recomputing" if self.remat else ""
-        return " and ".join(part for part in (cut, again) if part) or "as written"
+        return " and ".join(part for part in (cut, apart, again) if part) or "as written"
 
 
 def way_of(plan: Plan) -> Way:
     """How the plan's program comes from the step."""
-    return Way(plan.microbatches, plan.remat)
+    return Way(plan.microbatches, plan.remat, plan.groups)
 
 
 @final
@@ -88,6 +92,8 @@ class Programs:
         Raises:
           MicrobatchError, ArgumentError: it cannot be.
         """
+        if way.groups > 1:
+            return in_groups(self.split(dataclasses.replace(way, groups=1)), way.groups)
         if way not in self._splits:
             graph, remat = self._written(way)
             with automatic_axes():

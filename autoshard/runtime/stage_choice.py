@@ -111,7 +111,7 @@ def with_or_without_stages(
         if more * outline.peak_bytes > limit or stages in planned:
             continue
         tries += 1
-        way = Way(outline.microbatches, outline.remat)
+        way = Way(outline.microbatches, outline.remat, outline.groups)
         try:
             if stages == 1:
                 budget = options.budget_s or LARGE_BUDGET_S
@@ -135,7 +135,7 @@ def with_or_without_stages(
         assert error is not None, "a step is planned or refused"
         raise InfeasibleError(f"{error}; no pipeline: {why}" if why else str(error), error.need_bytes) from error
     best, staged = min(found, key=lambda each: each[0].time_s)
-    others = [_alternative(plan, best) for plan, _ in found if plan is not best]
+    others = [alternative(plan, best) for plan, _ in found if plan is not best]
     others += [
         Alternative(f"{o}, estimated", o.time_s, o.peak_bytes, f"{o.time_s / best.time_s:.2f}x the time")
         for o in _by_stages(outlines, limit)
@@ -201,7 +201,8 @@ def _by_stages(outlines: Sequence[Outline], limit: int) -> list[Outline]:
     return list(found.values())
 
 
-def _alternative(plan: Plan, best: Plan) -> Alternative:
+def alternative(plan: Plan, best: Plan) -> Alternative:
+    """A plan that was not taken, as a row of the one that was."""
     stages = 1 if plan.pipeline is None else len(plan.pipeline.stages)
     shape = "x".join(str(n) for _, n in plan.mesh)
     name = f"one mesh {shape}" if stages == 1 else f"{stages} stages, mesh {shape}"

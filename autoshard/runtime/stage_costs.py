@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import final
 
 from autoshard.costmodel import Sharding, find_buffers, materialized, peak_memory
@@ -41,18 +41,24 @@ class PhaseCost:
       work_s: its compute, and what nothing hides of the collectives of examples.
       moved_s: collectives of examples.
       fixed_s: collectives of weights and of their gradients, which are as many bytes in a smaller microbatch.
+      summed_s: of that, sums of gradients.
     """
 
     work_s: float = 0.0
     moved_s: float = 0.0
     fixed_s: float = 0.0
+    summed_s: float = 0.0
 
     def times(self, factor: float) -> PhaseCost:
         """Of a program that is so many times as much."""
-        return PhaseCost(factor * self.work_s, factor * self.moved_s, factor * self.fixed_s)
+        return PhaseCost(*(factor * getattr(self, f.name) for f in fields(self)))
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
-        return PhaseCost(self.work_s + other.work_s, self.moved_s + other.moved_s, self.fixed_s + other.fixed_s)
+        return PhaseCost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def unsummed(self) -> PhaseCost:
+        """Of the program that keeps sums of gradients apart."""
+        return replace(self, fixed_s=self.fixed_s - self.summed_s, summed_s=0.0)
 
     def time_s(self, overlaps: bool) -> float:
         """Seconds from beginning to end."""
@@ -117,7 +123,7 @@ class PhaseTimer:
         for phase in {*compute, *moved, *summed, *gathered}:
             work = compute[phase] + moved[phase]
             mine = overlapped * (work + summed[phase])
-            cost = PhaseCost(min(mine, work), moved[phase], summed[phase] + gathered[phase])
+            cost = PhaseCost(min(mine, work), moved[phase], summed[phase] + gathered[phase], summed[phase])
             self.costs[phase] = cost
             self.times[phase] = max(mine, cost.time_s(self.overlaps))
 
@@ -147,7 +153,8 @@ class StageNeeds:
       before: what the `before` programs made; before_peak: with their temporaries.
       kept: of a microbatch from its forward to its backward pass.
       arriving: of a microbatch, what the forward pass takes of other stages.
-      read: of weights by every microbatch; added: of accumulators.
+      read: of weights by every microbatch; added: of accumulators, and were they whole on each of the devices along the
+        mesh's first axis.
       forward, backward, after: most that such a program makes, takes from other stages and needs for itself; `after`
         with what the programs before it after the loop made.
     """
@@ -161,6 +168,7 @@ class StageNeeds:
     arriving: int
     read: int
     added: int
+    added_whole: int
     forward: int
     backward: int
     after: int
@@ -202,6 +210,11 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kin
     def size(value: Value) -> int:
         return local_bytes(value.aval, decisions.values.get(value, replicated(len(value.shape))), sizes)
 
+    def whole(value: Value) -> int:
+        spec = decisions.values.get(value, replicated(len(value.shape)))
+        others = tuple(tuple(axis for axis in axes if axis != plan.mesh[0][0]) for axes in spec)
+        return local_bytes(value.aval, others, sizes)
+
     made = stage_programs(stage, graph)
     rows, sent = len(stage.loop_arrivals), len(stage.loop_departures)
     given = [local_bytes(v.aval, s, sizes) for v, s in zip(graph.inputs, plan.input_specs, strict=True)]
@@ -238,6 +251,7 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kin
         arriving,
         sum(size(inside) for _, inside in stage.consts),
         sum(size(inside) for _, inside, _ in stage.sums),
+        sum(whole(inside) for _, inside, _ in stage.sums),
         most[Part.FORWARD],
         most[Part.BACKWARD],
         most[Part.AFTER],

@@ -435,6 +435,7 @@ def _record(
         donated=info.donated,
         timeline=_timeline(simulation, schedule, devices, memories),
         microbatches=schedule.microbatches,
+        groups=step.groups,
         pipeline=pipeline,
     )
 

@@ -78,6 +78,7 @@ class Outline:
       skeleton: stages, mesh and cuts.
       microbatches: how many.
       remat: whether the forward pass is computed again.
+      groups: of devices that sum their gradients after the last microbatch; 1: for every microbatch.
       time_s: of a step.
       peak_bytes: on the fullest device.
     """
@@ -85,11 +86,13 @@ class Outline:
     skeleton: Skeleton
     microbatches: int
     remat: bool
+    groups: int
     time_s: float
     peak_bytes: int
 
     def __str__(self) -> str:
-        again = " recomputing" if self.remat else ""
+        again = f" summed apart in {self.groups} groups" if self.groups > 1 else ""
+        again += " recomputing" if self.remat else ""
         mesh = "x".join(str(n) for _, n in self.skeleton.mesh or ())
         return f"{self.skeleton.stages} stages of {mesh}, {self.microbatches} microbatches{again}"
 
@@ -239,8 +242,8 @@ class PipelineSearch:
                 for split in Split if part.size > 1 else (Split.FREE,):
                     cost = self._cost(self._order[0], part, meshes[inner], split)
                     if cost is not None:
-                        table = self._table({kind: cost.times(self._bulk[kind]) for kind in self._order})
-                        mine = list(self._with_microbatches(n, part, meshes[inner], table, remat, microbatches))
+                        tables = self._tables({kind: cost.times(self._bulk[kind]) for kind in self._order})
+                        mine = list(self._with_microbatches(n, part, meshes[inner], tables, remat, microbatches))
                         rough.extend((outline, part, split) for outline in mine)
                         found += mine
                 return min((self._penalty(o) for o in found), default=float("inf"))
@@ -261,12 +264,18 @@ class PipelineSearch:
             of = {kind: self._cost(kind, part, mesh, split) for kind in self._order}
             known = {kind: cost for kind, cost in of.items() if cost is not None}
             if len(known) == len(of):
-                found += self._with_microbatches(stages, part, mesh, self._table(known), remat, microbatches)
+                found += self._with_microbatches(stages, part, mesh, self._tables(known), remat, microbatches)
         return sorted(found, key=self._rank)
 
-    def _table(self, costs: Mapping[Hashable, UnitCost]) -> UnitTable:
+    def _tables(self, costs: Mapping[Hashable, UnitCost]) -> tuple[UnitTable, UnitTable]:
+        """With gradients summed for every microbatch, and once a step."""
         device = self._cluster.device(0)
-        return UnitTable([costs[kind] for kind in self._units.kind], device.memory_bytes_per_s, overlaps(device.kind))
+        apart = {kind: cost.sums_apart() for kind, cost in costs.items()}
+
+        def table(of: Mapping[Hashable, UnitCost]) -> UnitTable:
+            return UnitTable([of[kind] for kind in self._units.kind], device.memory_bytes_per_s, overlaps(device.kind))
+
+        return table(costs), table(apart)
 
     def _penalty(self, outline: Outline) -> float:
         """Seconds, with the excess of memory as if it were time: for the way to what fits."""
@@ -340,24 +349,25 @@ class PipelineSearch:
         stages: int,
         part: Cluster,
         mesh: MeshShape,
-        table: UnitTable,
+        tables: tuple[UnitTable, UnitTable],
         remat: bool | None,
         microbatches: int | None,
     ) -> Iterable[Outline]:
-        batch = self._units.batch
+        batch, devices = self._units.batch, mesh[0][1]
         most = MOST_MICROBATCHES * stages
         tried = _spread([m for m in range(min(stages, batch), most + 1) if batch % m == 0])
         for count in tried if microbatches is None else [microbatches]:
+            apart = devices > 1 and count > 1 and (batch // count) % devices == 0
             for recompute in (False, True) if remat is None else (remat,):
-                found = self._outline(stages, part, mesh, table, count, recompute)
-                if found is None:
-                    continue
-                yield found
-                if found.peak_bytes <= self._limit:
+                found = [self._outline(stages, part, mesh, tables[0], count, recompute, 1)]
+                found += [self._outline(stages, part, mesh, tables[1], count, recompute, devices)] if apart else []
+                outlines = [outline for outline in found if outline is not None]
+                yield from outlines
+                if any(outline.peak_bytes <= self._limit for outline in outlines):
                     break
 
     def _outline(
-        self, stages: int, part: Cluster, mesh: MeshShape, table: UnitTable, count: int, remat: bool
+        self, stages: int, part: Cluster, mesh: MeshShape, table: UnitTable, count: int, remat: bool, groups: int
     ) -> Outline | None:
         units, share = self._units, self._units.split.count / count
         if share < 1 and dict(mesh).get("data", 1) > max(units.batch // count, 1):
@@ -390,7 +400,7 @@ class PipelineSearch:
         total = sum(both) + (count - 1) * max(both) + max(block.all_reduce_s for block in blocks)
         dispatched = 2 * stages * count * DISPATCH_S / len(self._cluster.nodes) if stages > 1 else 0.0
         skeleton = Skeleton(stages, None, mesh, cuts if stages > 1 else None, len(units.sent))
-        return Outline(skeleton, count, remat, max(total, dispatched), peak)
+        return Outline(skeleton, count, remat, groups, max(total, dispatched), peak)
 
 
 def inner_size(mesh: MeshShape) -> int:

@@ -11,7 +11,7 @@ What every microbatch does with weights alone does not shrink with s: reading th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -38,6 +38,13 @@ class UnitCost:
     backward: PhaseCost
     once_s: float
     needs: StageNeeds
+
+    def sums_apart(self) -> UnitCost:
+        """Of the unit that sums its gradients over devices once a step."""
+        more = self.needs.added_whole - self.needs.added
+        needs = replace(self.needs, before=self.needs.before + more, added=self.needs.added_whole)
+        once_s = self.once_s + self.forward.summed_s + self.backward.summed_s
+        return UnitCost(self.forward.unsummed(), self.backward.unsummed(), once_s, needs)
 
     def times(self, factor: float) -> UnitCost:
         """Of a unit that is so many times as much."""

@@ -10,7 +10,7 @@ from autoshard.runtime.stage_costs import PhaseCost, StageNeeds
 from autoshard.runtime.stage_search import climb
 from autoshard.runtime.unit_costs import UnitCost, UnitTable
 
-NOTHING = StageNeeds(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+NOTHING = StageNeeds(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def unit(
@@ -46,6 +46,20 @@ def test_gradients_travel_as_long_for_a_small_microbatch() -> None:
     table = UnitTable(UNITS, 1e9, overlaps=True)
     assert table.seconds(0, 1, 0.25, remat=False)[1] == pytest.approx(max(0.5, 0.1 + 3.0))
     assert UnitTable(UNITS, 1e9, overlaps=False).seconds(0, 1, 0.25, remat=False)[1] == pytest.approx(0.5 + 3.0)
+
+
+def test_sums_of_gradients_once_a_step() -> None:
+    cost = UnitCost(
+        PhaseCost(1.0, 0.2, 0.1),
+        PhaseCost(2.0, 0.4, 3.0, 2.5),
+        5.0,
+        dataclasses.replace(NOTHING, before=30, added=8, added_whole=32),
+    )
+    apart = cost.sums_apart()
+    assert apart.forward == cost.forward
+    assert apart.backward == PhaseCost(2.0, 0.4, 0.5)
+    assert apart.once_s == 7.5
+    assert (apart.needs.before, apart.needs.added) == (54, 32)
 
 
 def test_weights_are_read_by_every_microbatch() -> None:

@@ -51,7 +51,7 @@ def apart_values(
         for equation, _ in reversed(pairs):
             read = [a for k, a in enumerate(equation.inputs) if a in apart and (equation, k) not in roles.ahead]
             if apart.isdisjoint(equation.outputs):
-                apart.difference_update(a for a in read if isinstance(a, Value))
+                apart.difference_update(read)
             elif any(isinstance(roles.role(a), Partial) and a not in apart for a in equation.inputs):
                 apart.difference_update(equation.outputs)
         changed = len(apart) < before

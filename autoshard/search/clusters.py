@@ -3,8 +3,9 @@
 Most operators have nothing to decide: an elementwise operator is split like its operand. Each op either *leads*
 (it has choices of its own) or *follows* exactly one neighbour:
 
-    leads            inputs, matrix products, convolutions, gathers and scatters, opaque calls
+    leads            inputs, matrix products, convolutions, gathers and scatters, opaque calls, sums of what a loop made
     follows operand  everything else: its largest operand, the one nearest to the inputs among equals
+                     (what a loop carries out: what the loop's body makes of it)
     follows reader   what can be made in any sharding: broadcasts, iota, random bits, and what only they feed
 
 A leader and all that follow it are one cluster with one decision (Alpa calls this merging trivial operators; Zheng
@@ -14,7 +15,7 @@ et al., OSDI 2022, section 4.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from autoshard.ir import Value, aval_bytes
 from autoshard.search.ops import Op, OpKind, Ops, sized
@@ -71,11 +72,18 @@ def find_parents(ops: Ops) -> list[Follow | None]:
     depth = [0] * len(ops.ops)
     pliant = [False] * len(ops.ops)
     parents: list[Follow | None] = [None] * len(ops.ops)
+    carried: dict[Any, Value] = {target: source for source, targets in ops.tied.items() for target in targets}
     for op in ops.ops:
         operands = [(k, a, *ops.maker[a]) for k, a in enumerate(op.operands) if isinstance(a, Value) and sized(a)]
         depth[op.index] = 1 + max((depth[maker.index] for _, _, maker, _ in operands), default=-1)
-        if _leads(op):
+        if _leads(op, ops):
             continue
+        source = carried.get(op.operands[0]) if op.kind is OpKind.LEAVE and sized(op.results[0]) else None
+        if source in ops.maker:
+            maker, result = ops.maker[source]
+            if not pliant[maker.index]:
+                parents[op.index] = Follow(maker, False, 0, result)
+                continue
         firm = [(k, a, m, r) for k, a, m, r in operands if not pliant[m.index]]
         if not firm or _grows(op):
             pliant[op.index] = True
@@ -106,7 +114,7 @@ def find_roots(ops: Ops, parents: list[Follow | None]) -> list[Op]:
     return [root for root in roots if root is not None]
 
 
-def _leads(op: Op) -> bool:
+def _leads(op: Op, ops: Ops) -> bool:
     match op.kind:
         case OpKind.INPUT | OpKind.CONSTANT:
             return True
@@ -114,6 +122,9 @@ def _leads(op: Op) -> bool:
             return False
         case OpKind.APPLY:
             assert op.equation is not None, "an applied op has its equation"
+            if op.equation.name == "reduce_sum":
+                made = op.operands[0] if isinstance(op.operands[0], Value) else None
+                return made in ops.maker and ops.maker[made][0].kind is OpKind.LEAVE
             return op.equation.name in LEADERS
 
 

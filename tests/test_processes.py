@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,16 @@ def test_equals_plain_jit(tmp_path: Path, processes: int, devices: int, case: st
 
 @pytest.mark.full
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
-    text, _ = outputs_of(tmp_path, 2, 1, "killed")
+    text, _ = outputs_of(tmp_path, 2, 1, "killed-1")
     assert "ProcessLostError: process 1 of 2 has told nothing for 15 s" in text, text[-3000:]
+
+
+@pytest.mark.full
+def test_the_first_process_is_killed(tmp_path: Path) -> None:
+    start = time.monotonic()
+    _, text = outputs_of(tmp_path, 2, 1, "killed-0")
+    assert time.monotonic() - start < 60
+    assert "the JAX distributed service detected fatal errors" in text, text[-3000:]  # JAX's own end, at once
 
 
 def outputs_of(folder: Path, processes: int, devices: int, case: str) -> list[str]:

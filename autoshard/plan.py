@@ -19,7 +19,7 @@ from autoshard.timeline import NO_TIMELINE, Lane, MemoryCurve, OperatorCost, Spa
 
 T = TypeVar("T")
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON form."""
 
 
@@ -165,6 +165,7 @@ class PipelinePlan:
       stages: the plan of each stage, for its own program (`autoshard.passes.stage_graphs`) on its rank's devices; their
         times and memory are those of a step without waiting.
       forward_s, backward_s: for each stage, seconds of one microbatch.
+      weights_s: of the backward pass's second part, beyond `backward_s`; 0 where it is in one.
       held: for each stage, the most microbatches whose activations it holds.
       runtime: "mpmd": each stage's own programs; "one-program": all stages as one.
     """
@@ -177,6 +178,7 @@ class PipelinePlan:
     stages: tuple[Plan, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    weights_s: tuple[float, ...]
     held: tuple[int, ...]
     runtime: str = "mpmd"
 

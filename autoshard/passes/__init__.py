@@ -19,6 +19,7 @@ from .stage_cut import cut_stages as cut_stages
 from .stage_cut import equation_kinds as equation_kinds
 from .stage_graphs import BACKWARD as BACKWARD
 from .stage_graphs import FORWARD as FORWARD
+from .stage_graphs import WEIGHTS as WEIGHTS
 from .stage_graphs import Part as Part
 from .stage_graphs import Phase as Phase
 from .stage_graphs import StageGraph as StageGraph

@@ -7,7 +7,8 @@ of the loop as stacks over microbatches, which stand for what is sent one by one
 whole: its programs are runs of their equations (`stage_programs`), in phases:
 
     before r    of the whole step, needs what stages made in `before` up to r - 1
-    forward, backward    of a microbatch
+    forward, backward    of a microbatch; backward in two parts where the schedule has them: what other stages wait for,
+                         then the rest, gradients of weights
     after r     of the whole step: the update, in as many rounds as scalars travel (a gradient norm: three)
 
 What is small or uses no weights is computed by every stage that reads it, what is made of scalars of several stages on
@@ -48,6 +49,7 @@ Phase = tuple[Part, int]
 
 FORWARD: Phase = (Part.FORWARD, 0)
 BACKWARD: Phase = (Part.BACKWARD, 0)
+WEIGHTS: Phase = (Part.BACKWARD, 1)
 
 
 @final
@@ -115,14 +117,15 @@ class Stages:
     output_home: tuple[int | None, ...]
 
 
-def stage_graphs(cut: Cut, pairs: Sequence[tuple[int, int]]) -> Stages:
+def stage_graphs(cut: Cut, pairs: Sequence[tuple[int, int]], weights_apart: bool = False) -> Stages:
     """A graph for each stage.
 
     Args:
       cut: a step with a stage for each equation.
       pairs: (input, output) that are one piece of state.
+      weights_apart: put what no other stage waits for in the backward pass into a phase of its own, `WEIGHTS`.
     """
-    build = _Build(cut, tuple(pairs))
+    build = _Build(cut, tuple(pairs), weights_apart)
     build.find_loop()
     build.place_after()
     build.find_outputs()
@@ -161,7 +164,8 @@ class _Found:
 class _Build:
     """Where everything is computed."""
 
-    def __init__(self, cut: Cut, pairs: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, cut: Cut, pairs: tuple[tuple[int, int], ...], weights_apart: bool) -> None:
+        self._weights_apart = weights_apart
         self.cut, self.step, self.pairs = cut, cut.step, pairs
         self.home: dict[Value, int] = dict(cut.home)
         self.output_home: list[int | None] = []
@@ -527,18 +531,20 @@ class _Build:
     def _body(
         self, stage: int, phase: dict[Value, Phase], place: Place
     ) -> tuple[Graph, tuple[tuple[Value, Value], ...], tuple[tuple[Sum, Value, Value], ...], dict[Value, Phase]]:
-        """The loop's body: forward equations, then backward ones, sums in between."""
+        """The loop's body: forward equations, then backward ones, sums in between and at the end."""
         step, found = self.step, self._found[stage]
         when: dict[Apply, Phase] = dict(found.free)
         for equation in self._of_stage[stage]:
             when[equation] = BACKWARD if equation in self.cut.backward else FORWARD
         _delay(when, {*found.sums, *found.stacks, *found.departures}, self._index)
+        if self._weights_apart:
+            _set_apart(when, set(found.departures), self._index)
         consts = tuple((v, Value(v.aval)) for v in found.consts)
         names: dict[Value, Atom] = dict(consts)
         equations: list[Apply] = []
         made: dict[Value, Phase] = {}
         sums: list[tuple[Sum, Value, Value]] = []
-        for part in (FORWARD, BACKWARD):
+        for part in (FORWARD, BACKWARD, WEIGHTS):
             for equation in sorted((e for e, p in when.items() if p == part), key=lambda e: self._index[e]):
                 equations.append(renamed(equation, names))
                 made.update(dict.fromkeys(equation.outputs, part))
@@ -560,6 +566,15 @@ class _Build:
         )
         effects = frozenset(effect for e in equations for effect in e.effects)
         return Graph(inputs, (), tuple(equations), outputs, effects), consts, tuple(sums), made
+
+
+def _set_apart(when: dict[Apply, Phase], awaited: set[Value], index: Mapping[Apply, int]) -> None:
+    """Moves backward equations that make nothing of what other stages wait for to `WEIGHTS`."""
+    for equation in sorted((e for e, phase in when.items() if phase == BACKWARD), key=lambda e: -index[e]):
+        if awaited.isdisjoint(equation.outputs):
+            when[equation] = WEIGHTS
+        else:
+            awaited.update(a for a in equation.inputs if isinstance(a, Value))
 
 
 def _delay(when: dict[Apply, Phase], kept: set[Value], index: Mapping[Apply, int]) -> None:

@@ -15,7 +15,7 @@ from autoshard.ir import StepInfo
 from autoshard.plan import PipelinePlan, Plan
 from autoshard.runtime.one_program_layout import pipeline_layout
 from autoshard.runtime.options import MPMD, ONE_PROGRAM
-from autoshard.runtime.stage_planning import Staged
+from autoshard.runtime.stage_planning import Staged, weights_apart
 from autoshard.schedules import in_ticks
 from autoshard.show import seconds, size_text
 
@@ -53,6 +53,9 @@ def likeness(staged: Staged, pipeline: PipelinePlan, info: StepInfo) -> Likeness
       pipeline: their plans.
       info: roles of the step.
     """
+    if weights_apart(staged.schedule):
+        why = f"schedule {staged.schedule.name!r} has backward passes in two parts (BI, BW)"
+        return Likeness((why,), 0, 0, 0.0)
     time_s = in_ticks(staged.schedule).seconds(pipeline.forward_s, pipeline.backward_s)
     meshes = list(dict.fromkeys(plan.mesh for plan in pipeline.stages))
     if len(meshes) > 1:
@@ -103,7 +106,7 @@ def with_runtime(plan: Plan, staged: Staged, info: StepInfo, wanted: str | None)
         raise ArgumentError(
             explain(
                 f"pipeline_runtime={ONE_PROGRAM!r}: {'; '.join(found.reasons)}",
-                "stages that are alike, as the layers of a transformer",
+                "stages that are alike, as the layers of a transformer, and whole backward passes",
                 f"leave pipeline_runtime out, or use {MPMD!r}",
             )
         )

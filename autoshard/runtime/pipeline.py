@@ -23,9 +23,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
 from autoshard.ir import Atom, Literal, Value
-from autoshard.passes import BACKWARD, FORWARD, Part, Phase, StageGraph, StagePrograms, Stages
+from autoshard.passes import BACKWARD, FORWARD, WEIGHTS, Part, Phase, StageGraph, StagePrograms, Stages
 from autoshard.runtime.socket_transfer import arrived
 from autoshard.schedules import TICK_S, Action, Kind, Schedule, StageTimes, start_times, uniform_times, verify
+
+PHASES: Mapping[Kind, tuple[Phase, ...]] = {
+    Kind.FORWARD: (FORWARD,),
+    Kind.BACKWARD: (BACKWARD, WEIGHTS),
+    Kind.INPUT_GRAD: (BACKWARD,),
+    Kind.WEIGHT_GRAD: (WEIGHTS,),
+}
+"""Programs of each action, those that the stage has."""
 
 LEAST_S = 1e-9
 """Of an action, so that what is sent after it comes after it."""
@@ -188,19 +196,20 @@ class Pipeline:
                 for send in leaving.pop(action):
                     send()
                 continue
-            phase = FORWARD if action.kind is Kind.FORWARD else BACKWARD
             mine = inner[action.stage].setdefault(action.microbatch, {})
             if self._here[action.stage]:
                 mine[graphs[action.stage].number] = self._backend.number(action.stage, action.microbatch)
-            if phase == FORWARD and self._here[action.stage]:
+            if action.kind is Kind.FORWARD and self._here[action.stage]:
                 running = sum(1 for held in inner[action.stage].values() if graphs[action.stage].number in held)
                 self.held[action.stage] = max(self.held[action.stage], running)
-            leaving[action] = self._dispatch(action.stage, phase, top, inner, action.microbatch)
+            leaving[action] = []
+            for phase in PHASES[action.kind]:
+                leaving[action] += self._dispatch(action.stage, phase, top, inner, action.microbatch)
             for value, outside in self._stacks[action.stage].items():
                 if value in mine:
                     rows = stacks[action.stage].setdefault(outside, [None] * self._schedule.microbatches)
                     rows[action.microbatch] = arrived(mine.pop(value))
-            if phase == BACKWARD:
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
                 del inner[action.stage][action.microbatch]
         for stage, found in enumerate(stacks):
             for outside, rows in found.items():

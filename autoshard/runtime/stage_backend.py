@@ -192,7 +192,7 @@ class StageBackend:
         state: dict[Value, Value] = {}
         values = self._stages.cut.step.inputs
         for i, o in self._pairs.items():
-            if i in self._donated and self._stages.home.get(i) == stage and o in parts.outputs:
+            if i in self._donated and self._stages.home.get(i) == stage and o in parts.outputs and not self._shared(i):
                 new = programs.outputs[parts.outputs.index(o)]
                 if isinstance(new, Value):
                     state[values[i]] = new
@@ -205,6 +205,11 @@ class StageBackend:
             if accumulates or updates:
                 found.append(k)
         return tuple(found)
+
+    def _shared(self, position: int) -> bool:
+        """Whether stages on the same devices read an input, which then is one array for all of them."""
+        readers = [s for s, parts in enumerate(self._stages.graphs) if position in parts.inputs]
+        return len({self.meshes[s].devices.flat[0] for s in readers}) < len(readers)
 
     def is_here(self, stage: int) -> bool:
         """See `Backend`."""
@@ -285,7 +290,7 @@ def build_pipeline(
     backend = StageBackend(
         staged, pipeline, rank_meshes(mesh, pipeline), info.donated, info.pairs, name, on_pass, donate=donate
     )
-    times = StageTimes(pipeline.forward_s, pipeline.backward_s, (0.0,) * len(pipeline.stages))
+    times = StageTimes(pipeline.forward_s, pipeline.backward_s, pipeline.weights_s)
     runner = Pipeline(staged.stages, backend.programs, staged.schedule, backend, times)
     stages = staged.stages
     whole = NamedSharding(mesh, partition_spec(()))

@@ -4,7 +4,8 @@ Programs run one after the other, so a stage holds, beside what the running prog
 
     there     state and inputs
     before    what its `before` programs made (casts of weights, accumulators)
-    kept      of each microbatch from its forward to its backward pass: what that reads of the forward pass
+    kept      of each microbatch from its forward to its backward pass: what that reads of the forward pass, and where
+              that is in two parts, what the second reads of the first
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from autoshard.costmodel import Sharding, find_buffers, materialized, peak_memor
 from autoshard.ir import Equation, Graph, Spec, StepInfo, Value, local_bytes, replicated
 from autoshard.passes import (
     BACKWARD,
-    FORWARD,
     Part,
     Phase,
     StageGraph,
@@ -115,7 +115,7 @@ class PhaseTimer:
             if phase is not None:
                 total += took
                 into = compute if traffic is None else moved if self.partial.isdisjoint(op.results) else summed
-                into[phase] += took / (self.count if phase in (FORWARD, BACKWARD) else 1)
+                into[phase] += took / (self.count if phase[0] in (Part.FORWARD, Part.BACKWARD) else 1)
             elif op.kind is OpKind.ENTER and op.equation is loop and traffic is not None and op.position < consts:
                 for reader in {phase for value in op.results for phase in readers[value]}:
                     gathered[reader] += took / self.count
@@ -223,7 +223,8 @@ def stage_needs(graph: Graph, plan: Plan, stage: StageGraph, info: StepInfo, kin
     arrivals = {v for v, _, _ in stage.loop_arrivals}
     backward_reads = {v for p in made.programs if p.phase[0] is Part.BACKWARD for v in p.graph.inputs}
     forward_makes = {v for p in made.programs if p.phase[0] is Part.FORWARD for v in p.results}
-    kept = sum(size(v) for v in backward_reads & (forward_makes | arrivals) if v not in made.outside)
+    awaited = {v for p in made.programs if p.phase == BACKWARD for v in p.results}  # read again by `WEIGHTS`
+    kept = sum(size(v) for v in backward_reads & (forward_makes | awaited | arrivals) if v not in made.outside)
     before, before_peak, arriving, after = 0, 0, 0, 0
     most: dict[Part, int] = defaultdict(int)
     for program, needs in zip(made.programs, _memory(made, graph, plan, info, kind), strict=True):

@@ -49,6 +49,8 @@ from autoshard.schedules import (
     one_f_one_b,
     read_schedule,
     verify,
+    zb_h1,
+    zb_h2,
 )
 from autoshard.search import choose_cuts, describe_cuts, prepare
 from autoshard.show import size_text
@@ -58,6 +60,8 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager-1f1b": eager_one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
 }
 """Schedules by the name that the option takes."""
 
@@ -115,15 +119,12 @@ def make_schedule(wanted: Any, stages: int, microbatches: int) -> Schedule:
                 "change stages= and microbatches=, or the schedule",
             )
         )
-    if any(a.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) for row in schedule.rows for a in row):
-        raise ArgumentError(
-            explain(
-                f"schedule {schedule.name!r}, whose backward passes are in two parts (BI, BW)",
-                "a schedule of forward and whole backward passes (F, B)",
-                "use 1f1b, gpipe, eager-1f1b, interleaved, or a table of one's own with F and B",
-            )
-        )
     return schedule
+
+
+def weights_apart(schedule: Schedule) -> bool:
+    """Whether a schedule has backward passes in two parts."""
+    return any(a.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) for row in schedule.rows for a in row)
 
 
 def stage_devices(cluster: Cluster, ranks: int) -> int:
@@ -143,9 +144,9 @@ def stage_devices(cluster: Cluster, ranks: int) -> int:
     return cluster.size // ranks
 
 
-def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int]) -> Stages:
+def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int], schedule: Schedule) -> Stages:
     """The step in stages that begin at these forward equations."""
-    return stage_graphs(cut_stages(loop_step(split), cuts, info.pairs), info.pairs)
+    return stage_graphs(cut_stages(loop_step(split), cuts, info.pairs), info.pairs, weights_apart(schedule))
 
 
 @final
@@ -203,7 +204,7 @@ def plan_stages(
     cuts = skeleton.cuts
     if cuts is None or len(equation_kinds(step).forward) != skeleton.forward:
         cuts = choose_cuts(step, count, target.cluster, devices)
-    stages = stage_graphs(cut_stages(step, cuts, info.pairs), info.pairs)
+    stages = stage_graphs(cut_stages(step, cuts, info.pairs), info.pairs, weights_apart(schedule))
     graphs: list[Graph] = []
     found: list[PlannedStage] = []
     known: dict[Hashable, PlannedStage] = {}
@@ -376,6 +377,7 @@ def _record(
     facts = verify(schedule)
     timed = step_time(stages, schedule, seconds, target.cluster, devices)
     forward, backward, simulation = timed.times.forward_s, timed.times.input_grad_s, timed.simulation
+    weights = timed.times.weight_grad_s
     memories = [each.needs.memory(facts.held_by_stage[k]) for k, each in enumerate(found)]
     memory = max(_by_rank(memories, schedule), key=lambda m: m.peak_bytes)
     limit = min(plan.memory_limit for plan in plans)
@@ -390,7 +392,7 @@ def _record(
         Argument(path, short_type(a.aval), _output_spec(k, a.aval, stages, plans), aval_bytes(a.aval), k in pairs_out)
         for k, (path, a) in enumerate(zip(info.output_paths, step.outputs, strict=True))
     )
-    idle = 1 - sum((f + b) * schedule.microbatches for f, b in zip(forward, backward, strict=True)) / (
+    idle = 1 - sum((f + b + w) * schedule.microbatches for f, b, w in zip(forward, backward, weights, strict=True)) / (
         schedule.ranks * simulation.makespan_s or 1.0
     )
     crossing = describe_cuts(step, cuts)
@@ -409,6 +411,7 @@ def _record(
         tuple(plans),
         forward,
         backward,
+        weights,
         facts.held_by_stage,
     )
     return Plan(
@@ -508,6 +511,6 @@ def restage(plan: Plan, split: Microbatches, info: StepInfo) -> Staged:
     """The stages of a plan that was made before."""
     pipeline = plan.pipeline
     assert pipeline is not None, "only pipelines have stages"
-    stages = cut_step(split, info, pipeline.cuts)
     schedule = dataclasses.replace(read_schedule("\n".join(pipeline.rows), pipeline.placement), name=pipeline.schedule)
+    stages = cut_step(split, info, pipeline.cuts, schedule)
     return Staged(stages, tuple(prepare(stage.graph) for stage in stages.graphs), schedule)

@@ -56,9 +56,9 @@ ALL_AXES = 9
 """More axes than a mesh has."""
 
 WORTH_APART = 0.9
-"""Sums are kept apart where that is estimated to need no more than this part of the time. Ours: where accumulators leave
-little memory the search has to split them in other ways, which no unit by itself shows (Llama-2-7B on one mesh of 64
-H100: estimated 0.96 of the time, planned 1.3 times)."""
+"""Sums are kept apart where that is estimated to need no more than this part of the time. Ours: where accumulators
+leave little memory the search has to split them in other ways, which no unit by itself shows (Llama-2-7B on one mesh of
+64 H100: estimated 0.96 of the time, planned 1.3 times)."""
 
 FIRST = (4, 2, 3)
 """Microbatches for which the table is made, the first of which divides the batch. Ours: few, so that most meshes can

@@ -19,7 +19,7 @@ from typing import final
 from autoshard.cluster import Cluster
 from autoshard.costmodel import Simulation, schedule_tasks, simulate
 from autoshard.ir import Value
-from autoshard.passes import FORWARD, Part, Phase, StageGraph, Stages
+from autoshard.passes import BACKWARD, FORWARD, WEIGHTS, Part, Phase, StageGraph, Stages
 from autoshard.schedules import Schedule, Send, StageTimes
 
 
@@ -54,12 +54,11 @@ def step_time(
     clock = _Clock(stages, schedule, seconds, cluster, devices)
     clock.run(Part.BEFORE)
     before = tuple(clock.ready(stage, FORWARD) for stage in stages.graphs)
-    forward, backward = (
-        tuple(sum(t for p, t in times.items() if p[0] is part) for times in seconds)
-        for part in (Part.FORWARD, Part.BACKWARD)
+    forward, backward, weights = (
+        tuple(times.get(phase, 0.0) for times in seconds) for phase in (FORWARD, BACKWARD, WEIGHTS)
     )
     sends = clock.boundaries() if len(seconds) > 1 else ()
-    times = StageTimes(forward, backward, (0.0,) * len(seconds), sends, before_s=before)
+    times = StageTimes(forward, backward, weights, sends, before_s=before)
     simulation = simulate(schedule_tasks(schedule, times))
     graph = simulation.graph
     for k in range(graph.size):

@@ -33,8 +33,10 @@ def test_every_op_leads_or_follows_a_leader(name: str | int) -> None:
         assert root is roots[parent.op.index]
         if parent.reads_us:
             assert op.results[parent.own] is parent.op.operands[parent.theirs]
-        else:
-            assert op.operands[parent.own] is parent.op.results[parent.theirs]
+        elif op.operands[parent.own] is not parent.op.results[parent.theirs]:
+            # What a loop carries out follows what its body makes of it.
+            assert op.kind is OpKind.LEAVE
+            assert op.operands[0] in ops.tied[parent.op.results[parent.theirs]]
         assert op.kind not in (OpKind.INPUT, OpKind.CONSTANT)
         if op.kind is OpKind.APPLY:
             assert op.equation is not None

@@ -18,7 +18,8 @@ from typing import final
 import jax
 
 from autoshard.ir import Apply, Atom, Equation, Graph, Reshard, Value, splice
-from autoshard.passes.stage_graphs import FORWARD, Part, Phase, StageGraph
+from autoshard.passes.stage_graphs import StageGraph
+from autoshard.passes.stage_phases import FORWARD, Part, Phase
 
 
 @final

@@ -21,7 +21,7 @@ import jax
 from autoshard.ir import Apply, Value, bind_equation
 from autoshard.passes.batch_roles import Batched, Partial, Role, Roles
 
-MAKERS = frozenset({"dot_general", "reduce_sum", "scatter_add", "scatter-add"})
+MAKERS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter_add", "scatter-add"})
 """Equations that sum over examples whose parameters do not speak of how many there are."""
 
 KEPT = -1

@@ -14,6 +14,7 @@ the outer program decides. Where that program will run, a warning says so once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -71,6 +72,10 @@ def _refuse(*_: Any) -> Any:
     raise NewSignature
 
 
+PARSED: Final = {"budget": "budget_s"}
+"""Options by another name where they have been read."""
+
+
 @final
 class Step:
     """A decorated step: call it like the function it wraps.
@@ -95,6 +100,18 @@ class Step:
         self._dumps = 0
         self._warned = False
         self._reset()
+
+    def with_options(self, **options: Any) -> Step:
+        """The same step with some options of `autoshard` changed; nothing planned is taken over.
+
+        Raises:
+          ArgumentError, MeshError: as `autoshard`.
+        """
+        around = {} if "stages" in options else {"stages": self._options.stages}
+        made = autoshard(self.__wrapped__, **around, **options)._options
+        names = [PARSED.get(name, name) for name in options]
+        changed = dataclasses.replace(self._options, **{name: getattr(made, name) for name in names})
+        return Step(self.__wrapped__, self._parameters, changed, self._search)
 
     def _reset(self) -> None:
         self._planned: dict[Any, Planned] = {}
@@ -443,8 +460,10 @@ def autoshard(
       devices: "auto" (JAX's devices), a preset such as "h100x8", a `DeviceSpec`, a `Cluster`, or a cluster file.
       pins: shardings kept as they are, by path pattern: {"**/mlp/**/kernel": PartitionSpec(None, "model")}.
       stages: into how many stages the step is cut, to run as a pipeline on as many parts of the devices; `mesh` is then
-        the mesh of one stage (a `jax.sharding.Mesh` has the stages as its first axis). None: 1.
-      schedule: of a pipeline: "1f1b" (None), "gpipe", "eager-1f1b", an `autoshard.schedules.Schedule`, or a table.
+        the mesh of one stage (a `jax.sharding.Mesh` has the stages as its first axis). None: chosen, 1 where a mesh or
+        pins are given.
+      schedule: of a pipeline, with `stages`: "1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", an
+        `autoshard.schedules.Schedule`, or a table. None: the quickest that fits of the first three.
       microbatches: into how many parts the batch is cut; gradients and metrics are summed over them, and the step
         computes what it computes whole. None: 1, or the fewest with which it fits the memory; of a pipeline 4 a
         stage, or 2 or 1 where the batch does not divide.

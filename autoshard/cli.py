@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,15 +41,26 @@ errors = Console(stderr=True)
 
 Target = Annotated[str, typer.Argument(help="file.py:step or package.module:step", metavar="FILE:STEP")]
 Inputs = Annotated[str, typer.Option(help="name, in the same file, of the step's arguments")]
-Devices = Annotated[str, typer.Option(help="preset such as h100x8, cluster file (.toml), or auto")]
+Devices = Annotated[str, typer.Option(help="preset such as h100x8, cluster file (.toml), or auto; else the step's own")]
 MeshText = Annotated[str, typer.Option("--mesh", help="mesh sizes such as 2,4; chosen if left out")]
 Limit = Annotated[str, typer.Option(help="most memory a device may hold, such as 24GiB")]
-Budget = Annotated[float, typer.Option(help="seconds for the search")]
-Stages = Annotated[int, typer.Option(help="pipeline stages, 1 for one mesh; 0: chosen")]
+Budget = Annotated[float, typer.Option(help="seconds for the search; 0: 20")]
+Stages = Annotated[int, typer.Option(help="pipeline stages, 1 for one mesh; 0: the step's own, or chosen")]
+ScheduleName = Annotated[str, typer.Option("--schedule", help="of a pipeline: 1f1b, gpipe, eager-1f1b, zb-h1, zb-h2")]
 Parts = Annotated[int, typer.Option("--microbatches", help="parts that the batch is cut into; 0: chosen")]
 Remat = Annotated[bool | None, typer.Option("--remat/--no-remat", help="compute parts again; chosen if left out")]
 LearnedFolder = Annotated[str, typer.Option(help="folder of `autoshard learn`, to time the plan by")]
 DumpDir = Annotated[str, typer.Option(help="folder for the program after every pass")]
+
+
+WAYS: Mapping[str, Callable[[Plan], str]] = {
+    "stages": lambda plan: "1" if plan.pipeline is None else str(len(plan.pipeline.stages)),
+    "schedule": lambda plan: "-" if plan.pipeline is None else plan.pipeline.schedule,
+    "microbatches": lambda plan: str(plan.microbatches),
+    "gradients summed once in groups": lambda plan: str(plan.groups),
+    "recomputing": lambda plan: "yes" if plan.remat else "no",
+}
+"""Rows of `diff` where two plans differ in them."""
 
 
 @app.command()
@@ -64,19 +75,21 @@ def demo() -> None:
 def plan(
     target: Target,
     inputs: Inputs = "inputs",
-    devices: Devices = "auto",
+    devices: Devices = "",
     mesh: MeshText = "",
     memory_limit: Limit = "",
     budget: Budget = 0.0,
     stages: Stages = 0,
+    schedule: ScheduleName = "",
     microbatches: Parts = 0,
     remat: Remat = None,
     output: Annotated[str, typer.Option("--output", "-o", help="write the plan as JSON here")] = "",
     dump_dir: DumpDir = "",
     learned_model: LearnedFolder = "",
 ) -> None:
-    """Plans a step and prints the plan."""
+    """Plans a step and prints the plan. A decorated step keeps its options but for those given here."""
     options = _options(devices, mesh, memory_limit, budget, dump_dir) | _cuts(stages, microbatches, remat)
+    options |= {"schedule": schedule} if schedule else {}
     made = _plan(target, inputs, options | ({"learned_model": learned_model} if learned_model else {}))
     console.print(plan_view(made))
     if output:
@@ -120,9 +133,20 @@ def diff(
     """Compares two plans."""
     a, b = _read(first), _read(second)
     table = Table("", first, second)
-    table.add_row("program", a.fingerprint, b.fingerprint)
+    alike = (a.microbatches, a.remat, a.groups, a.pipeline is None) == (
+        b.microbatches,
+        b.remat,
+        b.groups,
+        b.pipeline is None,
+    )
+    if alike:  # programs that are made of the step in other ways have other fingerprints
+        table.add_row("program", a.fingerprint, b.fingerprint)
     table.add_row("devices", a.cluster, b.cluster)
     table.add_row("mesh", str(dict(a.mesh)), str(dict(b.mesh)))
+    for name, of in WAYS.items():
+        left, right = of(a), of(b)
+        if left != right:
+            table.add_row(name, left, right)
     table.add_row("step time", seconds(a.time_s), seconds(b.time_s))
     table.add_row("collectives", seconds(a.traffic_s), seconds(b.traffic_s))
     table.add_row("peak memory", size_text(a.memory.peak_bytes), size_text(b.memory.peak_bytes))
@@ -315,7 +339,7 @@ def _cuts(stages: int, microbatches: int, remat: bool | None) -> dict[str, Any]:
 
 
 def _options(devices: str, mesh: str, limit: str, budget: float, dump_dir: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"devices": devices}
+    options: dict[str, Any] = {"devices": devices} if devices else {}
     if mesh:
         try:
             options["mesh"] = tuple(int(n) for n in mesh.replace("x", ",").split(","))
@@ -332,10 +356,9 @@ def _options(devices: str, mesh: str, limit: str, budget: float, dump_dir: str) 
 
 def _plan(target: str, inputs: str, options: dict[str, Any]) -> Plan:
     step, args, kwargs = load_step(target, inputs)
-    planned = step if isinstance(step, Step) and options == {"devices": "auto"} else None
-    fun = step.__wrapped__ if isinstance(step, Step) else step
+    made: Any = step.with_options(**options) if isinstance(step, Step) else autoshard(step, **options)
     with _working(f"planning {target}"):
-        return (planned or autoshard(fun, **options)).plan(*args, **kwargs)
+        return made.plan(*args, **kwargs)
 
 
 def _read(file: str) -> Plan:

@@ -185,7 +185,7 @@ class Cluster:
         node, count = self.nodes[0], self.size * factor
         if re.fullmatch(r"[a-z0-9]+?(x[0-9]+)?", self.name) and self.name.split("x")[0] == node.device.name:
             return preset_cluster(node.device.name, count)
-        name = f"{factor} times {self.name}"
+        name = f"{count} devices like those of {self.name!r}"
         if self.network is None:
             return Cluster(name, (Node(node.device, count, node.link),))
         return Cluster(name, self.nodes * factor, self.network, self.shared_network)

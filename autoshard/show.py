@@ -30,9 +30,12 @@ def show_plan(plan: Plan, width: int = 118) -> str:
 def plan_view(plan: Plan) -> RenderableType:
     """The plan as a rich renderable."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh)
+    of = f"{seconds(plan.compute_s)} compute, {seconds(plan.traffic_s)} collectives"
+    if plan.pipeline is not None:
+        of = f"of the fullest stage {of}; the rest is waiting for other stages"
     head = Text(
         f"plan {plan.fingerprint} on {plan.cluster}: mesh ({mesh}), {parts_text(plan)}{seconds(plan.time_s)} a step "
-        f"({seconds(plan.compute_s)} compute, {seconds(plan.traffic_s)} collectives), "
+        f"({of}), "
         f"{size_text(plan.memory.peak_bytes)} a device of {size_text(plan.memory_limit)}"
     )
     parts: list[RenderableType] = [head, _arguments(plan)]
@@ -50,14 +53,25 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def _stages(pipeline: PipelinePlan) -> Table:
-    table = _table("stages", "stage", "rank", "mesh", "forward", "backward", "held", "state", "why")
+    table = _table("stages", "stage", "rank", "mesh", "forward", "backward", "held", "state", "first and last", "why")
     rows = zip(pipeline.placement, pipeline.stages, pipeline.forward_s, pipeline.backward_s, pipeline.held, strict=True)
     for k, (rank, plan, forward_s, backward_s, held) in enumerate(rows):
         mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh)
         state = size_text(plan.memory.state_bytes)
         why = plan.why[0] if plan.why else ""
-        table.add_row(str(k), str(rank), mesh, seconds(forward_s), seconds(backward_s), str(held), state, why)
+        cells = (str(k), str(rank), mesh, seconds(forward_s), seconds(backward_s), str(held), state)
+        table.add_row(*cells, _ends(plan), why)
     return table
+
+
+def _ends(plan: Plan) -> str:
+    """The first and the last array of a stage's state, without what their paths begin with alike."""
+    paths = [a.path.split("/") for a in plan.inputs if a.state]
+    if not paths:
+        return ""
+    first, last = paths[0], paths[-1]
+    alike = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    return " ... ".join(dict.fromkeys("/".join(path[alike:]) for path in (first, last)))
 
 
 def _schedule(pipeline: PipelinePlan) -> Table:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
@@ -261,11 +262,10 @@ def _check_model(model: Any) -> LearnedModel | None:
 
 def _check_later(name: str, value: Any) -> None:
     if name not in ONE_MESH:
-        raise ArgumentError(
-            explain(
-                f"the option {name}={value!r}", "one of autoshard's options (see help(autoshard))", "correct the name"
-            )
-        )
+        known = [f.name.removesuffix("_s") for f in fields(Options)]
+        near = difflib.get_close_matches(name, known, 1)
+        todo = f"did you mean {near[0]}? See help(autoshard)" if near else "correct the name, or see help(autoshard)"
+        raise ArgumentError(explain(f"the option {name}={value!r}", f"one of {', '.join(known)}", todo))
     allowed = ONE_MESH[name]
     if value is None or any(type(value) is type(each) and value == each for each in allowed):
         return

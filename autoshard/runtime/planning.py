@@ -218,14 +218,15 @@ def _plan_pipeline(
     stages = options.stages or 1
     stage_devices(target.cluster, options.ranks)
     tried = [options.microbatches] if options.microbatches else [4 * stages, 2 * stages, stages]
-    refused = ""
+    refused, first = "", None
     for count in tried:
         way = Way(count, remat)
         try:
             split = programs.split(way)
         except MicrobatchError as error:
+            first = first or error
             if count == tried[-1]:
-                raise
+                raise first from None
             refused = refused or f"not {count} microbatches: {str(error).splitlines()[0]}"
             continue
         plan, staged = _plan_split(programs, split, remat, info, options, pins, target, search, on_event)
@@ -299,7 +300,7 @@ def choose_way(
             except (MicrobatchError, ArgumentError) as error:
                 if way == first:
                     raise
-                refused = refused or f"; {str(error).splitlines()[0]}"
+                refused = refused or f"; not {way}: {str(error).splitlines()[0]}"
             else:
                 if way == first:
                     return better(plan)
@@ -318,7 +319,7 @@ def choose_way(
         return dataclasses.replace(plan, why=(*plan.why, line))
     if len(needs) > 1:
         listed = ", ".join(f"{w}: {size_text(n)}" for w, n in needs.items() if w != first)
-        refused = f"; nor does it otherwise ({listed}){refused}"
+        refused = f"\n  tried too: {listed}{refused}"
     try:
         return make(first, True)
     except InfeasibleError as error:

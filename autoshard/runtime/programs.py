@@ -42,7 +42,7 @@ class Way:
 
     def __str__(self) -> str:
         cut = f"{self.microbatches} microbatches" if self.microbatches > 1 else ""
-        apart = f"sums apart in {self.groups} groups" if self.groups > 1 else ""
+        apart = f"gradients summed once in {self.groups} groups" if self.groups > 1 else ""
         again = "recomputing" if self.remat else ""
         return " and ".join(part for part in (cut, apart, again) if part) or "as written"
 

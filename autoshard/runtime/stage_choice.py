@@ -39,7 +39,7 @@ MOST_TRIED = 4
 
 WORTH_STAGES = 1.15
 """Outlines are planned that are estimated to need no more than this times the quickest plan so far. Ours: estimates
-were seen to be off by as much."""
+were seen to be off by as much. Of a large step, for plan time, those that are estimated to be quicker."""
 
 
 @runtime_checkable
@@ -102,13 +102,10 @@ def with_or_without_stages(
     for outline in _one_mesh_first(outlines, limit):
         quickest = min((plan.time_s for plan, _ in found), default=float("inf"))
         stages = outline.skeleton.stages
-        if (
-            outline.time_s >= WORTH_STAGES * quickest
-            or len(planned - {1}) == (1 if large else MOST_PLANNED)
-            or tries == MOST_TRIED
-        ):
+        if len(planned - {1}) == MOST_PLANNED or tries == MOST_TRIED:
             break
-        if more * outline.peak_bytes > limit or stages in planned:
+        worth = outline.time_s < (1.0 if large else WORTH_STAGES) * quickest
+        if not worth or more * outline.peak_bytes > limit or stages in planned:
             continue
         tries += 1
         way = Way(outline.microbatches, outline.remat, outline.groups)
@@ -205,6 +202,9 @@ def alternative(plan: Plan, best: Plan) -> Alternative:
     """A plan that was not taken, as a row of the one that was."""
     stages = 1 if plan.pipeline is None else len(plan.pipeline.stages)
     shape = "x".join(str(n) for _, n in plan.mesh)
-    name = f"one mesh {shape}" if stages == 1 else f"{stages} stages, mesh {shape}"
+    if plan.pipeline is not None:
+        inner = "x".join(str(n) for n in dict(plan.mesh[1:]).values())
+        shape = f"{inner}, {plan.pipeline.schedule}"
+    name = f"one mesh {shape}" if stages == 1 else f"{stages} stages of {shape}"
     name += "" if way_of(plan) == Way() else f", {way_of(plan)}"
     return Alternative(name, plan.time_s, plan.memory.peak_bytes, f"{plan.time_s / best.time_s:.2f}x the time")

@@ -6,6 +6,7 @@ microbatches -> cut -> a graph a stage -> a plan a stage -> schedule -> Plan wit
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,13 @@ def make_schedule(wanted: Any, stages: int, microbatches: int) -> Schedule:
     if isinstance(wanted, str) and wanted in SCHEDULES:
         return SCHEDULES[wanted](stages, microbatches)
     if isinstance(wanted, str) and not wanted.strip().startswith("F"):
+        near = difflib.get_close_matches(wanted, SCHEDULES, 1)
         raise ArgumentError(
             explain(
                 f"schedule={wanted!r}",
-                f"one of {', '.join(SCHEDULES)}, an autoshard.schedules.Schedule, or a table (a line for each rank)",
-                "correct the name",
+                f"one of {', '.join(SCHEDULES)}, a Schedule of autoshard.schedules such as interleaved(2, 8, 2), or a "
+                "table (a line for each rank)",
+                f"did you mean {near[0]!r}?" if near else "correct the name, or make the schedule with its function",
             )
         )
     schedule = wanted if isinstance(wanted, Schedule) else read_schedule(wanted)
@@ -136,12 +139,18 @@ def stage_devices(cluster: Cluster, ranks: int) -> int:
     if cluster.size % ranks:
         raise MeshError(
             explain(
-                f"{ranks} pipeline ranks on {cluster.size} devices of {cluster.name}",
-                "a number of ranks that divides the devices",
+                f"{ranks} pipeline ranks (one a stage, or as the schedule has) on {cluster.size} devices of "
+                f"{cluster.name}",
+                f"a number that divides the devices: {', '.join(str(n) for n in divisors(cluster.size))}",
                 "use another number of stages, or part of the devices (a jax.sharding.Mesh)",
             )
         )
     return cluster.size // ranks
+
+
+def divisors(n: int) -> list[int]:
+    """Numbers above 1 that divide n, ascending."""
+    return [k for k in range(2, n + 1) if n % k == 0]
 
 
 def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int], schedule: Schedule) -> Stages:
@@ -342,8 +351,10 @@ def arriving(stage: StageGraph, byte_s: float) -> dict[int, float]:
 def stage_info(stage: StageGraph, stages: Stages, info: StepInfo) -> StepInfo:
     """Names and roles of a stage's graph."""
     inputs = [*(info.input_paths[i] for i in stage.inputs)]
-    inputs += [f"from stage {source}/{k}" for k, (_, source, _) in enumerate(stage.arrivals)]
-    inputs += [f"microbatches from stage {source}/{k}" for k, (_, source, _) in enumerate(stage.loop_arrivals)]
+    inputs += [f"what stage {source} sends/{k}" for k, (_, source, _) in enumerate(stage.arrivals)]
+    inputs += [
+        f"what stage {source} sends of each microbatch/{k}" for k, (_, source, _) in enumerate(stage.loop_arrivals)
+    ]
     outputs = [*(info.output_paths[k] for k in stage.outputs)]
     outputs += [f"to other stages/{k}" for k in range(len(stage.departures))]
     outputs += [f"microbatches to other stages/{k}" for k in range(len(stage.loop_departures))]
@@ -462,13 +473,15 @@ def _by_rank(memories: Sequence[Memory], schedule: Schedule) -> list[Memory]:
 def _check_fits(plan: Plan) -> None:
     if plan.memory.peak_bytes <= plan.memory_limit:
         return
-    need = plan.memory.peak_bytes
+    need, pipeline = plan.memory.peak_bytes, plan.pipeline
+    assert pipeline is not None, "a pipeline has stages"
     raise InfeasibleError(
         explain(
-            f"the pipeline needs about {size_text(need)} on each device of its fullest rank, the limit is "
-            f"{size_text(plan.memory_limit)}",
+            f"the pipeline of {len(pipeline.stages)} stages and {plan.microbatches} microbatches needs at least about "
+            f"{size_text(need)} on each device of its fullest rank ({pipeline.schedule}, "
+            f"{'' if plan.remat else 'not '}recomputing), the limit is {size_text(plan.memory_limit)}",
             "a plan whose peak memory is within the limit",
-            "use more stages or microbatches, the 1f1b schedule, more devices, or a smaller batch",
+            "use more stages, more microbatches, remat=True, more devices, or a smaller batch",
         ),
         need,
     )

@@ -96,7 +96,7 @@ class Outline:
     peak_bytes: int
 
     def __str__(self) -> str:
-        again = f" summed apart in {self.groups} groups" if self.groups > 1 else ""
+        again = f", gradients summed once in {self.groups} groups" if self.groups > 1 else ""
         again += " recomputing" if self.remat else ""
         mesh = "x".join(str(n) for _, n in self.skeleton.mesh or ())
         return f"{self.skeleton.stages} stages of {mesh}, {self.microbatches} microbatches{again}"

@@ -76,10 +76,11 @@ def find_target(options: Options) -> Target:
     count = None if shape is None else mesh_size(shape)
     cluster = resolve_cluster(options.devices, count if _counts_by_mesh(options.devices) else None)
     if count is not None and count != cluster.size:
+        each = f"; `mesh` is that of one of {ranks} stages, {cluster.size // ranks} devices" if ranks > 1 else ""
         raise MeshError(
             explain(
                 f"mesh {dict(shape or ())} of {count} devices for {cluster.name!r}, which has {cluster.size}",
-                f"sizes that multiply to {cluster.size}",
+                f"sizes that multiply to {cluster.size}{each}",
                 "change the mesh, or name other devices (a jax.sharding.Mesh may have part of them)",
             )
         )

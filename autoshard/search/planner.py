@@ -429,7 +429,7 @@ def _larger(task: Task, cluster: Cluster, mesh: MeshShape | None, found: list[Ca
                 return f"{larger.name} would do ({size_text(chosen[0].peak_bytes)}, mesh {dict(shape)})"
             tried = larger.name
         factor *= 2
-    return f"more devices alone do not help: not even {tried} would do" if tried else ""
+    return f"more devices alone do not help: {tried} would not do either" if tried else ""
 
 
 def _exact(task: Task, ground: Ground, solution: Solution) -> Exact:
@@ -493,10 +493,10 @@ def _does_not_fit(found: list[Candidate], limit: int, cluster: Cluster, enough: 
         )
     least = min(found, key=lambda c: c.peak_bytes)
     need = least.peak_bytes
+    more = "devices with more memory" if enough.startswith("more devices") else "more devices or ones with more memory"
     return explain(
         f"the step needs at least about {size_text(need)} on each device of {cluster.name} "
         f"({least.name}, mesh {dict(least.ground.mesh)}), the limit is {size_text(limit)}",
         "a plan whose peak memory is within the limit",
-        "use more devices or devices with more memory, a smaller batch, or jax.checkpoint on the layers"
-        + (f"; {enough}" if enough else ""),
+        f"use {more}, a smaller batch, or jax.checkpoint on the layers" + (f"; {enough}" if enough else ""),
     )

@@ -42,7 +42,7 @@ demo: $(VENV)/.stamp
 PROGRAMS := tests/test_zoo.py tests/test_cases.py tests/test_demo.py tests/test_numerics.py tests/test_dispatch.py \
 	tests/test_memory_limit.py tests/test_microbatches.py tests/test_pipeline.py tests/test_simulator_speed.py \
 	tests/test_one_program.py tests/test_processes.py tests/test_checkpoints.py tests/test_stage_search.py \
-	tests/test_slow_network.py tests/test_pipeline_network.py tests/test_pipeline_memory.py tests/test_pipeline_custom_calls.py \
+	tests/test_slow_network.py tests/test_pipeline_network.py tests/test_pipeline_memory.py tests/test_pipeline_custom_calls.py tests/test_sums_apart.py \
 	tests/costmodel/test_memory.py tests/search/test_collective_bytes.py tests/zoo
 PROGRAMS := $(wildcard $(PROGRAMS))
 # jaxtyping and beartype check every function and dataclass of autoshard (STYLE 9).

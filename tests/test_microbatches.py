@@ -251,3 +251,48 @@ def test_effects_happen_once_a_step_with_all_examples() -> None:
     jax.effects_barrier()
     assert sorted(v.shape for v in seen) == [(), (16, 8)]
     np.testing.assert_allclose(max(seen, key=np.size), x @ weights, rtol=1e-5)
+
+
+def broken(kind: str) -> Any:
+    """Steps that a critic broke."""
+
+    def step(w: Any, x: Any) -> Any:
+        mask = (x[:, 0] > 0).astype(x.dtype)
+        k = 1 if x.shape[0] > 12 else 2
+
+        def loss(w: Any) -> Any:
+            features = h = jnp.tanh(x @ w)
+            if kind == "slice":
+                h = h[:, k : k + 4]
+            if kind == "axes":
+                return jnp.mean(jnp.sum(jnp.stack([h, 2 * h], 1), axis=k) ** 2), features
+            each = jnp.sum(h**2, 1)
+            masked = jnp.sum(each * mask) / jnp.maximum(mask.sum(), 1)
+            return (masked if kind == "mask" else jnp.mean(each)), features
+
+        (value, features), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        metrics = {
+            "bits": lambda: jnp.bitwise_or.reduce((x[:, 0] * 8).astype(jnp.int32)),
+            "bools": lambda: (jnp.max(x > 2, 0), jnp.min(x > -3, 0)),
+            "features": lambda: features,
+        }
+        return w - 0.1 * gradient, (value, metrics.get(kind, lambda: value)())
+
+    return step
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", ["mask", "bits", "bools", "features"])
+def test_steps_that_were_broken(kind: str, stages: int) -> None:
+    draw = np.random.default_rng(0)
+    w, x = draw.normal(size=(8, 8)).astype("f4"), draw.normal(size=(16, 8)).astype("f4")
+    mine: Any = autoshard(broken(kind), devices=eager_cluster(), stages=stages, microbatches=4, donate_argnums=())
+    plain: Any = jax.jit(broken(kind))
+    assert max(gap for _, gap in distances(jax.device_get(mine(w, x)), jax.device_get(plain(w, x)))) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["slice", "axes"])
+def test_dimensions_and_slices_that_depend_on_the_number_of_examples_are_refused(kind: str) -> None:
+    w, x = np.ones((8, 8), "f4"), np.ones((16, 8), "f4")
+    with pytest.raises(MicrobatchError, match="is another program"):
+        autoshard(broken(kind), devices=eager_cluster(), microbatches=4).plan(w, x)

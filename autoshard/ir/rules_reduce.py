@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from autoshard.ir.factors import FactorKind, FactorRule
 from autoshard.ir.graph import Apply
 from autoshard.ir.rule_builder import FactorBuilder, ints
@@ -30,7 +32,10 @@ REDUCERS = {
 
 @register_rule(*REDUCERS)
 def _reduce(equation: Apply) -> FactorRule:
-    return _reduced(equation, ints(equation.params["axes"]), REDUCERS[equation.name])
+    reducer = REDUCERS[equation.name]
+    if reducer in ("and", "or") and equation.inputs[0].dtype != np.bool_:
+        reducer = ""  # XLA has no collective for the bits of integers
+    return _reduced(equation, ints(equation.params["axes"]), reducer)
 
 
 @register_rule("reduce_xor", "argmax", "argmin")

@@ -282,7 +282,8 @@ class _Made:
             equations, _ = splice(lambda x, a=role.axis: [joined(x, a)], [stack], maker[value].place, [value])
             self.stacks.append((part, stack))
             self.after += equations
-        self.after += [self._whole(equation) for equation, _ in self._equations(split.after)]
+        left = [equation for equation, _ in self._equations(split.after) if ahead.isdisjoint(equation.outputs)]
+        self.after += [self._whole(equation) for equation in left]
         self._drop_dead()
 
     def _drop_dead(self) -> None:

@@ -38,6 +38,10 @@ SIZES = frozenset({"length", "size", "axis_size", "dimension", "feature_group_co
 """Parameters of one whole number that say how large something is; tuples of them (shapes, limits) all do."""
 
 
+DIMENSIONS = frozenset({"axes", "dimensions", "permutation", "broadcast_dimensions", "dimension_numbers"})
+"""Parameters that name dimensions, of which no number of examples makes others."""
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatches:
@@ -296,7 +300,7 @@ def _difference(graph: Graph, small: Graph, sizes: frozenset[str] = SIZES) -> st
             if found is not None:
                 return found
         if isinstance(equation, Apply) and isinstance(part, Apply):
-            name = _other_param(equation.params, part.params, sizes)
+            name = _other_param(equation.params, part.params, sizes) or _other_slice(equation, part)
             if name is not None:
                 return f"{where} has another {name}"
         known.update(zip(equation.outputs, part.outputs, strict=True))
@@ -306,14 +310,29 @@ def _difference(graph: Graph, small: Graph, sizes: frozenset[str] = SIZES) -> st
     return None
 
 
+def _other_slice(equation: Apply, part: Apply) -> str | None:
+    """The bounds of a slice, where they differ in a dimension of one size."""
+    if equation.name != "slice":
+        return None
+    shapes = zip(equation.inputs[0].shape, part.inputs[0].shape, strict=True)
+    same = [d for d, (n, k) in enumerate(shapes) if n == k]
+    for name in ("start_indices", "limit_indices"):
+        if any(equation.params[name][d] != part.params[name][d] for d in same):
+            return name
+    return None
+
+
 def _other_param(params: Mapping[str, Any], others: Mapping[str, Any], sizes: frozenset[str]) -> str | None:
     """A parameter that is another number or word; sizes may differ."""
     for name, value in params.items():
         other = others.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and name in sizes:
             continue
-        both_nan = value != value and other != other
-        if isinstance(value, float | complex | str | bool | int) and value != other and not both_nan:
+        if isinstance(value, float | complex | str | bool | int):
+            both_nan = value != value and other != other
+            if value != other and not both_nan:
+                return name
+        elif name in DIMENSIONS and value != other:
             return name
     return None
 
@@ -490,9 +509,11 @@ def identity(reducer: str, dtype: Any) -> Any:
     if reducer in ("add", "or"):
         return np.zeros((), dtype)
     if reducer in ("mul", "and"):
-        return np.ones((), dtype) if reducer == "mul" or dtype == np.bool_ else np.array(-1, dtype)
+        return np.ones((), dtype) if reducer == "mul" else np.invert(np.zeros((), dtype))
     if jnp.issubdtype(dtype, jnp.floating):
         return np.array(-math.inf if reducer == "max" else math.inf, dtype)
+    if dtype == np.bool_:
+        return np.array(reducer == "min", dtype)
     info = jnp.iinfo(dtype)
     return np.array(info.min if reducer == "max" else info.max, dtype)
 

@@ -208,7 +208,7 @@ class Pipeline:
             for value, outside in self._stacks[action.stage].items():
                 if value in mine:
                     rows = stacks[action.stage].setdefault(outside, [None] * self._schedule.microbatches)
-                    rows[action.microbatch] = arrived(mine.pop(value))
+                    rows[action.microbatch] = arrived(mine[value])
             if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
                 del inner[action.stage][action.microbatch]
         for stage, found in enumerate(stacks):

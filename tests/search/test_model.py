@@ -151,7 +151,7 @@ def test_what_does_not_fit_says_what_it_needs() -> None:
     assert need is not None, text
     assert 100_000 < float(need[1]) * 1024 < 1_000_000
     assert "the limit is 97.66 KiB" in text
-    assert "to do: use more devices" in text
+    assert "to do: use devices with more memory" in text
 
 
 @pytest.mark.parametrize("name", ["mlp", "looped"])

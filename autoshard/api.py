@@ -102,11 +102,20 @@ class Step:
         self._reset()
 
     def with_options(self, **options: Any) -> Step:
-        """The same step with some options of `autoshard` changed; nothing planned is taken over.
+        """The same step with some options of `autoshard` changed, those of its plans; nothing planned is taken over.
 
         Raises:
-          ArgumentError, MeshError: as `autoshard`.
+          ArgumentError, MeshError: as `autoshard`; static and donated arguments stay what they are.
         """
+        fixed = sorted({"plan", "static_argnums", "static_argnames", "donate_argnums"}.intersection(options))
+        if fixed:
+            raise ArgumentError(
+                explain(
+                    f"{fixed[0]} for {self.__name__}, which is decorated already",
+                    "options of how a step is planned",
+                    "decorate its __wrapped__ with it, or load a plan with .load(...)",
+                )
+            )
         around = {} if "stages" in options else {"stages": self._options.stages}
         made = autoshard(self.__wrapped__, **around, **options)._options
         names = [PARSED.get(name, name) for name in options]

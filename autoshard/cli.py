@@ -356,7 +356,10 @@ def _options(devices: str, mesh: str, limit: str, budget: float, dump_dir: str) 
 
 def _plan(target: str, inputs: str, options: dict[str, Any]) -> Plan:
     step, args, kwargs = load_step(target, inputs)
-    made: Any = step.with_options(**options) if isinstance(step, Step) else autoshard(step, **options)
+    if not isinstance(step, Step):
+        made: Any = autoshard(step, **options)
+    else:
+        made = step.with_options(**options) if options else step
     with _working(f"planning {target}"):
         return made.plan(*args, **kwargs)
 

@@ -54,7 +54,8 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def _stages(pipeline: PipelinePlan) -> Table:
     table = _table("stages", "stage", "rank", "mesh", "forward", "backward", "held", "state", "first and last", "why")
-    rows = zip(pipeline.placement, pipeline.stages, pipeline.forward_s, pipeline.backward_s, pipeline.held, strict=True)
+    backward = [first + second for first, second in zip(pipeline.backward_s, pipeline.weights_s, strict=True)]
+    rows = zip(pipeline.placement, pipeline.stages, pipeline.forward_s, backward, pipeline.held, strict=True)
     for k, (rank, plan, forward_s, backward_s, held) in enumerate(rows):
         mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh)
         state = size_text(plan.memory.state_bytes)

@@ -275,6 +275,7 @@ def broken(kind: str) -> Any:
             "bits": lambda: jnp.bitwise_or.reduce((x[:, 0] * 8).astype(jnp.int32)),
             "bools": lambda: (jnp.max(x > 2, 0), jnp.min(x > -3, 0)),
             "features": lambda: features,
+            "constant": lambda: np.arange(3),
         }
         return w - 0.1 * gradient, (value, metrics.get(kind, lambda: value)())
 
@@ -282,7 +283,7 @@ def broken(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kind", ["mask", "bits", "bools", "features"])
+@pytest.mark.parametrize("kind", ["mask", "bits", "bools", "features", "constant"])
 def test_steps_that_were_broken(kind: str, stages: int) -> None:
     draw = np.random.default_rng(0)
     w, x = draw.normal(size=(8, 8)).astype("f4"), draw.normal(size=(16, 8)).astype("f4")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from autoshard import autoshard
 from autoshard.cli import app
 from autoshard.cluster import Cluster, Link, Node
+from autoshard.errors import ArgumentError
 from autoshard.plan import Plan
 from tests.helpers import eager_cluster
 from tests.zoo.base import distances
@@ -94,6 +95,35 @@ def test_the_command_line_cuts_and_explains(tmp_path: Path) -> None:
     done = runner.invoke(app, ["explain", str(made), "weights/*"])
     assert done.exit_code == 0, done.output
     assert "2 stages on 2 ranks" in done.output
+
+
+def test_the_command_line_keeps_a_decorated_steps_options(tmp_path: Path) -> None:
+    file, made = tmp_path / "my_step.py", [tmp_path / "a.json", tmp_path / "b.json"]
+    file.write_text(
+        "from autoshard import autoshard\nfrom tests.test_stage_search import examples, step, weights\n"
+        "inputs = (weights(), examples())\n"
+        "mine = autoshard(step, devices='h100x8', stages=2, schedule='gpipe', microbatches=4)\n"
+    )
+    runner = CliRunner()
+    for path, asked in zip(made, ([], ["--microbatches", "8", "--schedule", "1f1b"]), strict=True):
+        done = runner.invoke(app, ["plan", f"{file}:mine", *asked, "-o", str(path)])
+        assert done.exit_code == 0, done.output
+    plans = [Plan.from_json(path.read_text()) for path in made]
+    assert [(stages_of(p), p.microbatches, p.pipeline and p.pipeline.schedule) for p in plans] == [
+        (2, 4, "gpipe"),
+        (2, 8, "1f1b"),
+    ]
+    done = runner.invoke(app, ["diff", *map(str, made)])
+    assert all(word in done.output for word in ("microbatches", "gpipe", "1f1b")), done.output
+
+
+def test_options_that_cannot_be_changed_afterwards() -> None:
+    mine = autoshard(step, devices="h100x8", stages=2)
+    assert stages_of(mine.with_options(microbatches=2).plan(weights(), examples())) == 2
+    with pytest.raises(ArgumentError, match="donate_argnums for step, which is decorated already"):
+        mine.with_options(donate_argnums=0)
+    with pytest.raises(ArgumentError, match="did you mean microbatches"):
+        mine.with_options(micro_batches=2)
 
 
 @pytest.mark.deviceless

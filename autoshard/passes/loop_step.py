@@ -111,10 +111,11 @@ def loop_step(split: Microbatches) -> LoopStep:
         if i not in split.batch and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
     ]
     alias = split.roles.alias
+    outputs = [made.made_here(alias.get(a, a)) if isinstance(a, Value) else a for a in graph.outputs]
     return LoopStep(
         graph.inputs,
         graph.constants,
-        tuple(alias.get(a, a) if isinstance(a, Value) else a for a in graph.outputs),
+        tuple(outputs),
         split.count,
         tuple(made.before),
         tuple(made.loop),
@@ -285,6 +286,15 @@ class _Made:
         left = [equation for equation, _ in self._equations(split.after) if ahead.isdisjoint(equation.outputs)]
         self.after += [self._whole(equation) for equation in left]
         self._drop_dead()
+
+    def made_here(self, output: Value) -> Value:
+        """The output, a copy of it where it is a constant: programs hand on what their equations make."""
+        if output not in {v for v, _ in self.split.graph.constants}:
+            return output
+        equations, (copied,) = splice(lambda x: [jax.numpy.copy(x)], [output], self.split.graph.equations[-1].place)
+        assert isinstance(copied, Value), "a copy is made by an equation"
+        self.after += equations
+        return copied
 
     def _drop_dead(self) -> None:
         """Leaves out what the loop computes for nobody."""

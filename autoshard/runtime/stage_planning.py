@@ -28,6 +28,7 @@ from autoshard.ir import (
     short_type,
 )
 from autoshard.passes import (
+    LoopStep,
     Microbatches,
     Phase,
     StageGraph,
@@ -141,21 +142,21 @@ def stage_devices(cluster: Cluster, ranks: int) -> int:
             explain(
                 f"{ranks} pipeline ranks (one a stage, or as the schedule has) on {cluster.size} devices of "
                 f"{cluster.name}",
-                f"a number that divides the devices: {', '.join(str(n) for n in divisors(cluster.size))}",
+                f"a number that divides the devices: {', '.join(str(n) for n in _divisors(cluster.size))}",
                 "use another number of stages, or part of the devices (a jax.sharding.Mesh)",
             )
         )
     return cluster.size // ranks
 
 
-def divisors(n: int) -> list[int]:
+def _divisors(n: int) -> list[int]:
     """Numbers above 1 that divide n, ascending."""
     return [k for k in range(2, n + 1) if n % k == 0]
 
 
-def cut_step(split: Microbatches, info: StepInfo, cuts: Sequence[int], schedule: Schedule) -> Stages:
+def cut_step(step: LoopStep, info: StepInfo, cuts: Sequence[int], schedule: Schedule) -> Stages:
     """The step in stages that begin at these forward equations."""
-    return stage_graphs(cut_stages(loop_step(split), cuts, info.pairs), info.pairs, weights_apart(schedule))
+    return stage_graphs(cut_stages(step, cuts, info.pairs), info.pairs, weights_apart(schedule))
 
 
 @final
@@ -213,7 +214,7 @@ def plan_stages(
     cuts = skeleton.cuts
     if cuts is None or len(equation_kinds(step).forward) != skeleton.forward:
         cuts = choose_cuts(step, count, target.cluster, devices)
-    stages = stage_graphs(cut_stages(step, cuts, info.pairs), info.pairs, weights_apart(schedule))
+    stages = cut_step(step, info, cuts, schedule)
     graphs: list[Graph] = []
     found: list[PlannedStage] = []
     known: dict[Hashable, PlannedStage] = {}
@@ -478,8 +479,8 @@ def _check_fits(plan: Plan) -> None:
     raise InfeasibleError(
         explain(
             f"the pipeline of {len(pipeline.stages)} stages and {plan.microbatches} microbatches needs at least about "
-            f"{size_text(need)} on each device of its fullest rank ({pipeline.schedule}, "
-            f"{'' if plan.remat else 'not '}recomputing), the limit is {size_text(plan.memory_limit)}",
+            f"{size_text(need)} on each device of its fullest rank ({pipeline.schedule}), the limit is "
+            f"{size_text(plan.memory_limit)}",
             "a plan whose peak memory is within the limit",
             "use more stages, more microbatches, remat=True, more devices, or a smaller batch",
         ),
@@ -525,5 +526,5 @@ def restage(plan: Plan, split: Microbatches, info: StepInfo) -> Staged:
     pipeline = plan.pipeline
     assert pipeline is not None, "only pipelines have stages"
     schedule = dataclasses.replace(read_schedule("\n".join(pipeline.rows), pipeline.placement), name=pipeline.schedule)
-    stages = cut_step(split, info, pipeline.cuts, schedule)
+    stages = cut_step(loop_step(split), info, pipeline.cuts, schedule)
     return Staged(stages, tuple(prepare(stage.graph) for stage in stages.graphs), schedule)
